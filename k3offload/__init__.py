@@ -1,0 +1,23 @@
+"""k3offload: run Kimi K3 on one ordinary workstation, exactly, inside a memory budget."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import Engine, load
+    from .sampling import Sampling
+    from .session import Session
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "Sampling", "Session", "__version__", "load"]
+
+_HOME = {"Engine": ".engine", "load": ".engine", "Sampling": ".sampling", "Session": ".session"}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported at first use, so that ``inspect`` and ``check`` need no torch."""
+    if name in _HOME:
+        return getattr(import_module(_HOME[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,120 @@
+"""From a model and its options to the byte counts that the memory plan adds up.
+
+The working set is an upper bound computed from the shapes of the forward pass; how close it comes
+to what is measured is recorded in LOG.md.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .checkpoint import Checkpoint
+from .config import LATENT_BLOCK, ROW_TILE, align_up
+from .kernels.linear_reference import TILE_ELEMENTS, tile_rows
+from .layer_mla import GROUP_TILES
+from .scheduler.plan import Demand
+from .spec import ModelSpec
+from .tiers.base import Location
+from .tiers.tier_disk import READERS, STAGING, windows
+from .weights import HEAD_BUFFER, arena_size
+
+HEAP_SLACK = 12 << 20  #: fragmentation of the C heap and small objects of a running sweep
+PAIR_TABLE = 2 << 20  #: the MXFP4 table and the temporaries of making it
+
+
+def demand_of(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    *,
+    base: int,
+    threads: int,
+    context: int,
+    sessions: int,
+) -> Demand:
+    """The demand of ``checkpoint`` for ``sessions`` sequences of up to ``context`` tokens."""
+    spec = checkpoint.spec
+    every = checkpoint.globals()
+    embed = arena_size([every["embed_tokens.weight"]])
+    head = arena_size([every["lm_head.weight"]]) if "lm_head.weight" in every else 0
+    small = arena_size(
+        t for name, t in every.items() if name not in ("embed_tokens.weight", "lm_head.weight")
+    )
+    row = embed // spec.vocab
+    step = tile_rows(spec.vocab, spec.hidden)
+    block = min(spec.vocab, max(1, HEAD_BUFFER // max(1, row) // step) * step) * row
+    return Demand(
+        base=base,
+        tiles=_tiles(spec, dtype, threads),
+        staging=min(READERS * STAGING, _largest_read(checkpoint)),
+        layers=[arena_size(checkpoint.trunk(layer.index)) for layer in spec.layers],
+        small=small,
+        embed=embed,
+        head=head,
+        head_block=block,
+        state=sessions * state_bytes(spec, dtype, context),
+        working=lambda rows: working_set(spec, dtype, rows),
+        slot=slot_size(checkpoint),
+        experts=spec.expert_count,
+        top_k=spec.moe.top_k if spec.moe else 0,
+    )
+
+
+def state_bytes(spec: ModelSpec, dtype: torch.dtype, context: int) -> int:
+    """Bytes of one sequence: KDA state, and latents of ``context`` tokens in whole blocks."""
+    tokens = align_up(context, LATENT_BLOCK)
+    latents = tokens * spec.latent_bytes_per_token(dtype.itemsize)
+    return spec.kda_state_bytes(dtype.itemsize) + latents
+
+
+def slot_size(checkpoint: Checkpoint) -> int:
+    """Bytes of an expert slot: the page and the alignment of its extents, whatever they are."""
+    spec = checkpoint.spec
+    if spec.moe is None:
+        return 0
+    most = 0
+    for layer in spec.moe_layers:
+        counts = {
+            len(checkpoint.expert(layer, expert).extents) for expert in range(spec.moe.experts)
+        }
+        extents = [Location(0, 4095, 1)] * (max(counts) - 1)
+        worst = [*extents, Location(0, 4095, checkpoint.expert_bytes - len(extents))]
+        most = max(most, windows(worst)[1])
+    return most
+
+
+def _largest_read(checkpoint: Checkpoint) -> int:
+    """Staging is touched only as far as the trunk has bytes to pass through it."""
+    return sum(t.location.length for la in checkpoint.spec.layers
+               for t in checkpoint.trunk(la.index)) + (4 << 20)  # fmt: skip
+
+
+def _tiles(spec: ModelSpec, dtype: torch.dtype, threads: int) -> int:
+    """Scratch of the compute threads: an expert tile while it is decoded, a float32 tile."""
+    if spec.moe is None or spec.moe.format == "bf16":
+        per_weight = 4
+    else:
+        per_weight = 0.5 + 1 + 2 + 4  # packed, index, bfloat16, float32
+    widest = max(spec.hidden, spec.dense_width)
+    return PAIR_TABLE + int(threads * max(TILE_ELEMENTS, 32 * widest) * per_weight)
+
+
+def working_set(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
+    """Bytes of the activations of a sweep of ``rows`` tokens, at its largest moment."""
+    a, h = dtype.itemsize, spec.hidden
+    rows = align_up(rows, ROW_TILE)
+    sums = 1 + (-(-len(spec.layers) // spec.attnres_block) if spec.attnres_block else 1)
+    kept = rows * h * a * sums
+    kda, mla, m = spec.kda, spec.mla, spec.moe
+    group = min(rows, GROUP_TILES * ROW_TILE)
+    query = mla.heads * (mla.nope + mla.rope)
+    moments = [
+        ROW_TILE * kda.width * (6 * a + 40) if spec.kda_layers else 0,
+        group * (query * (a + 4) + mla.heads * mla.v * 12 + h * a * 2) if spec.mla_layers else 0,
+        ROW_TILE * spec.dense_width * (3 * a + 16),
+        ROW_TILE * h * 4 * (sums + 4) + ROW_TILE * spec.vocab * 4 * 2,
+    ]
+    if m is not None:
+        per_row = (m.io + (h if m.shared_width else 0)) * a * 2 + m.top_k * (m.io * a + 24)
+        shared = ROW_TILE * max(m.shared_width, m.width) * (3 * a + 16)
+        moments.append(rows * per_row + shared + ROW_TILE * m.experts * 40)
+    return kept + max(moments) + HEAP_SLACK

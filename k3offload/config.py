@@ -1,0 +1,53 @@
+"""Constants that results depend on, and the sizes and units people type.
+
+The constants below are part of the definition of a result: bits depend on them, so they are
+fixed, not tuned per machine.  ``k3offload inspect --json`` prints them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from .errors import UsageError
+
+KDA_CHUNK: Final = 64  #: tokens of a KDA chunk, at absolute positions
+LATENT_BLOCK: Final = 256  #: tokens of an MLA latent block, at absolute positions
+ROW_TILE: Final = 64  #: rows of every matrix product; shorter tiles are padded with zeros
+READ_ALIGN: Final = 4096  #: bytes; offset, length and address of a direct read
+TENSOR_ALIGN: Final = 64  #: bytes; address of every weight a matrix product reads
+
+CONSTANTS: Final = {
+    "kda_chunk": KDA_CHUNK,
+    "latent_block": LATENT_BLOCK,
+    "row_tile": ROW_TILE,
+    "read_align": READ_ALIGN,
+    "tensor_align": TENSOR_ALIGN,
+}
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from ``"16G"`` (16e9), ``"16GiB"`` (2**34), ``"512M"`` or a plain number of bytes."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    if not match:
+        raise UsageError(f"{text!r} is not a size.", "Write it like 16G, 16GiB, 512M or 2000000000.")
+    unit = match[2] or ""
+    return int(float(match[1]) * (_BINARY.get(unit) or _UNITS[unit]))
+
+
+def show_size(n: float) -> str:
+    """A size as a person reads it, in decimal units: ``17.5 MB``."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(n) >= scale:
+            return f"{n / scale:.3g} {unit}" if abs(n) < 100 * scale else f"{n / scale:.0f} {unit}"
+    return f"{n:.0f} B"
+
+
+def align_up(n: int, align: int) -> int:
+    """The smallest multiple of ``align`` that is >= ``n``."""
+    return -(-n // align) * align

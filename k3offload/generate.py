@@ -1,0 +1,129 @@
+"""THE loop: choose the next sweep, run it, sample, emit events.
+
+Any number of requests run together: prefill of one rides in the same sweep as decode of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from .errors import K3Error, UsageError
+from .sampling import Sampler, Sampling
+from .session import Session
+from .textstream import TextStream
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something happened to request number ``request`` (its place in the list)."""
+
+    request: int
+
+
+@dataclass(frozen=True)
+class Prefill(Event):
+    """``done`` of ``total`` prompt tokens are computed."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Token(Event):
+    """One sampled token; ``text`` is what became safe to show, maybe empty."""
+
+    token: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Done(Event):
+    """The end of a request.  ``text`` is what was still held back."""
+
+    finish_reason: FinishReason
+    text: str
+    tokens: int
+    error: K3Error | None = None
+
+
+@dataclass
+class Request:
+    """Generate up to ``max_new_tokens`` tokens after the tokens of ``session``."""
+
+    session: Session
+    max_new_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+class _Active:
+    """A request under way."""
+
+    def __init__(self, number: int, request: Request, engine: Engine) -> None:
+        if request.max_new_tokens < 1:
+            raise UsageError(
+                f"max_new_tokens is {request.max_new_tokens}.", "Ask for at least one token."
+            )
+        self.number, self.request, self.session = number, request, request.session
+        if not self.session.tokens:
+            raise UsageError("The session has no tokens.", "Append a prompt first.")
+        engine.check_context(len(self.session.tokens) + request.max_new_tokens)
+        self.sampler = Sampler(request.sampling)
+        self.text = TextStream(engine.tokenizer, request.sampling.stop)
+        self.ends = frozenset() if request.sampling.ignore_end else engine.tokenizer.end_ids
+        self.prompt = len(self.session.waiting())
+        self.made = 0
+
+    def sample(self) -> Iterator[Event]:
+        """Choose the next token from the session's logits; the last event may be ``Done``."""
+        token = self.sampler.choose(self.session.logits())
+        if token in self.ends:
+            yield self.done("stop")
+            return
+        self.made += 1
+        self.session.append_sampled(token)
+        yield Token(self.number, token, self.text.push(token))
+        if self.text.stopped:
+            yield self.done("stop")
+        elif self.made >= self.request.max_new_tokens:
+            yield self.done("length")
+
+    def done(self, reason: FinishReason, error: K3Error | None = None) -> Done:
+        return Done(self.number, reason, self.text.flush(), self.made, error)
+
+
+def generate(engine: Engine, requests: Sequence[Request]) -> Iterator[Event]:
+    """Run ``requests`` together; yields events as they happen, one ``Done`` for each request.
+
+    A request whose numbers fail ends with ``finish_reason == "error"`` and the others go on; an
+    error of the engine itself (a read that failed for good) is raised.
+    """
+    active = [_Active(i, request, engine) for i, request in enumerate(requests)]
+    while active:
+        waiting = [a.session for a in active if a.session.needs_work]
+        failed = engine.sweep(waiting) if waiting else {}
+        for a in list(active):
+            ended: Done | None = None
+            if a.session in failed:
+                ended = a.done("error", failed[a.session])
+                yield ended
+            elif a.session.needs_work:
+                yield Prefill(a.number, a.prompt - len(a.session.waiting()), a.prompt)
+            else:
+                if not a.made and a.prompt:
+                    yield Prefill(a.number, a.prompt, a.prompt)
+                try:
+                    for event in a.sample():
+                        ended = event if isinstance(event, Done) else None
+                        yield event
+                except K3Error as error:
+                    ended = a.done("error", error)
+                    yield ended
+            if ended is not None:
+                active.remove(a)

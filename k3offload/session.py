@@ -1,0 +1,158 @@
+"""One timeline of tokens: append, compute, fork, snapshot, rewind, reset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import SessionError, UsageError
+from .sampling import Sampling
+from .state import SequenceState
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .generate import Event
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A saved point of a session; belongs to the engine that made it."""
+
+    tokens: tuple[int, ...]
+    state: SequenceState
+    logits: npt.NDArray[np.float32] | None
+
+
+class Session:
+    """A sequence of tokens and what the model remembers of it.  Made by ``Engine.session()``.
+
+    Tokens are computed when they are needed (``logits``, ``generate``), not when appended.
+    Several sessions of one engine are independent: their companions never change a bit.
+    """
+
+    def __init__(self, engine: Engine, state: SequenceState | None = None) -> None:
+        self._engine = engine
+        self._state: SequenceState | None = state or engine.new_state()
+        self._tokens: list[int] = []
+        self._sampled = 0  # how many tokens at the end were sampled and are not computed yet
+        self._logits: npt.NDArray[np.float32] | None = None
+
+    # ---- what it holds ----
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Every token of the timeline, computed or not."""
+        return tuple(self._tokens)
+
+    @property
+    def position(self) -> int:
+        """How many tokens the state covers."""
+        return self.state.position
+
+    @property
+    def state(self) -> SequenceState:
+        if self._state is None:
+            raise SessionError("This session is closed.", "Open one with engine.session().")
+        return self._state
+
+    def waiting(self) -> list[int]:
+        """Tokens appended and not computed yet."""
+        return self._tokens[self.state.usable().position :]
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the waiting tokens are exactly one that was sampled."""
+        return self._sampled == 1 and len(self._tokens) - self.state.position == 1
+
+    # ---- what it does ----
+
+    def append(self, tokens: Sequence[int] | str) -> None:
+        """Add token ids, or text (encoded without specials, nothing added in front).
+
+        Raises ``UsageError`` for an id outside the vocabulary.
+        """
+        self.state.usable()
+        ids = self._engine.encode(tokens) if isinstance(tokens, str) else list(map(int, tokens))
+        vocab = self._engine.spec.vocab
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise UsageError(f"Token {token} is not in the vocabulary of {vocab}.", "")
+        self._tokens += ids
+        self._sampled = 0
+
+    def append_sampled(self, token: int) -> None:
+        """Add one token that was sampled from ``logits``; it is computed by a decode run."""
+        self._sampled = 1 if not self.waiting() else 0
+        self._tokens.append(int(token))
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Logits after the last token, [vocab] float32; computes what is waiting.
+
+        Raises ``SessionError`` for an empty session, ``NumericError`` if numbers failed.
+        """
+        self._engine.advance([self])
+        assert self._logits is not None
+        return self._logits
+
+    def generate(
+        self, max_new_tokens: int = 256, sampling: Sampling | None = None
+    ) -> Iterator[Event]:
+        """Sample up to ``max_new_tokens`` tokens; yields events as they come, ``Done`` last."""
+        from .generate import Request, generate
+
+        request = Request(self, max_new_tokens, sampling or Sampling())
+        return generate(self._engine, [request])
+
+    def snapshot(self) -> Snapshot:
+        """A copy of this point to come back to; its bytes count against the plan."""
+        return Snapshot(tuple(self._tokens), self.state.copy(), self._logits)
+
+    def rewind(self, snapshot: Snapshot) -> None:
+        """Back to ``snapshot``, which stays usable.  Also the way out of a lost state."""
+        if snapshot.state.spec is not self._engine.spec:
+            raise SessionError("This snapshot is of another engine.", "Take one of this session.")
+        self._state = None  # freed before its replacement is made
+        self._state = snapshot.state.copy()
+        self._tokens = list(snapshot.tokens)
+        self._sampled, self._logits = 0, snapshot.logits
+
+    def fork(self) -> Session:
+        """An independent session with the same past; full latent blocks are shared."""
+        other = Session(self._engine, self.state.copy())
+        other._tokens, other._sampled = list(self._tokens), self._sampled
+        other._logits = self._logits
+        return other
+
+    def reset(self) -> None:
+        """Forget everything, as if opened anew."""
+        self._state = None  # freed before its replacement is made
+        self._state = self._engine.new_state()
+        self._tokens, self._sampled, self._logits = [], 0, None
+
+    def keep_logits(self, row: npt.NDArray[np.float32]) -> None:
+        self._logits = row
+
+    @property
+    def needs_work(self) -> bool:
+        return self._logits is None or bool(self.waiting())
+
+    def close(self) -> None:
+        """Give the state's memory back.  Closing twice is fine."""
+        self._state = None
+        self._logits = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,37 @@
+"""kda_gate, l2_norm, gated_norm: the pointwise parts of a KDA layer, float32 inside."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def kda_gate(
+    raw: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower: float | None
+) -> torch.Tensor:
+    """Log decay of each key channel, <= 0: ``raw`` [R, h*d] -> [R, h, d] float32.
+
+    ``a_log`` [h], ``dt_bias`` [h*d].  With ``lower`` the bounded gate of K3,
+    lower * sigmoid(exp(A) z); without it Kimi Linear's -exp(A) softplus(z); z = raw + dt_bias.
+    """
+    heads = a_log.shape[0]
+    z = (raw.float() + dt_bias.float()).view(raw.shape[0], heads, -1)
+    rate = torch.exp(a_log.float())[None, :, None]
+    if lower is None:
+        return -rate * F.softplus(z, threshold=20.0)
+    return lower * torch.sigmoid(rate * z)
+
+
+def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """``x`` [..., d] / sqrt(sum(x^2) + eps): eps joins the sum, inside the root."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """RMS norm of each head, times ``weight`` [d] and sigmoid(``gate``): ``x`` [R, h, d] float32,
+    ``gate`` [R, h*d] -> [R, h*d] in ``gate``'s dtype."""
+    scale = torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    normed = (x * scale * weight.float()).view(gate.shape)
+    return (normed * torch.sigmoid(gate.float())).to(gate.dtype)

@@ -1,0 +1,35 @@
+"""router: which experts a row goes to, and with which weights."""
+
+from __future__ import annotations
+
+import torch
+
+from .linear_reference import Weight, linear
+from .workers import Workers
+
+
+def router(
+    x: torch.Tensor,
+    gate: Weight,
+    bias: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    scale: float,
+    workers: Workers,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` [R, H] -> (experts [R, k] int64 in rising order, weights [R, k] float32).
+
+    The logits are float32.  ``bias`` [E] takes part in the choice only; the weights are the
+    plain sigmoid scores, divided by their sum if ``renormalize``, times ``scale``.  Equal biased
+    scores: the lower expert number wins.
+    """
+    scores = torch.sigmoid(linear(x.float(), gate, workers))
+    order = torch.sort(scores + bias.float(), dim=-1, descending=True, stable=True).indices
+    experts = order[:, :top_k].sort(dim=-1).values
+    weights = scores.gather(1, experts)
+    if renormalize:
+        total = torch.zeros(x.shape[0])
+        for j in range(top_k):  # one fixed order of summation
+            total = total + weights[:, j]
+        weights = weights / (total + 1e-20)[:, None]
+    return experts, weights * scale

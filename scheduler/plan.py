@@ -1,0 +1,188 @@
+"""The memory plan: what gets how many bytes, decided once, before anything is loaded.
+
+Pure arithmetic on byte counts.  Order of claims: what cannot be avoided (the interpreter, state,
+working set, one expert slot), then the trunk, then expert slots.  The sum never exceeds the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..config import ROW_TILE, align_up, show_size
+from ..errors import DoesNotFit
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Byte counts of a model on this machine.  ``working(rows)`` is the working set of a sweep."""
+
+    base: int  # interpreter, libraries, page index, tokenizer: measured
+    tiles: int  # decoding tables and weight tiles of all compute threads
+    staging: int  # read buffers
+    layers: Sequence[int]  # trunk of each layer, as it lies in memory
+    small: int  # norms and other global tensors, always resident
+    embed: int
+    head: int  # 0 if tied to the embedding
+    head_block: int  # buffer of a streamed head
+    state: int  # sequence state: KDA and latents, all sessions
+    working: Callable[[int], int]
+    slot: int  # one expert slot
+    experts: int  # routed experts in all
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user and the machine allow.  ``cache`` caps the expert slots, ``rows`` a sweep."""
+
+    total: int
+    cache: int | None = None
+    rows: int = 512
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decided plan.  ``purposes`` lists every byte under a name; ``total`` is their sum."""
+
+    limit: int
+    purposes: tuple[tuple[str, int], ...]
+    resident_layers: frozenset[int]
+    embed_resident: bool
+    head_resident: bool
+    ring_bytes: int
+    resident_bytes: int
+    slots: int
+    slot_bytes: int
+    sweep_rows: int
+    state_bytes: int
+    experts: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(size for _, size in self.purposes)
+
+
+@dataclass
+class _Trunk:
+    """One way to hold the trunk: what is resident and what the streamed rest needs."""
+
+    layers: frozenset[int]
+    ring: int
+    head: bool
+    embed: bool
+    bytes: int  # resident
+    buffers: int = field(default=0)  # ring and head block
+
+
+def make_plan(demand: Demand, limits: Limits) -> Plan:
+    """The plan for ``demand`` under ``limits``; raises ``DoesNotFit`` with the missing bytes."""
+    rows = align_up(max(1, limits.rows), ROW_TILE)
+    fixed = demand.base + demand.tiles + demand.staging + demand.small + demand.state
+    one = demand.slot if demand.experts else 0
+    ring = max(demand.layers)
+    least = fixed + demand.working(ROW_TILE) + one + ring + _head_buffer(demand)
+    if least > limits.total:
+        raise DoesNotFit(
+            f"The smallest plan needs {least:,} bytes ({show_size(least)}) and "
+            f"{limits.total:,} ({show_size(limits.total)}) are allowed: "
+            f"{least - limits.total:,} are missing.",
+            f"Give --ram {-(-least // 10**6)}M or more, fewer sessions or a shorter context.",
+            missing=least - limits.total,
+        )
+    while rows > ROW_TILE and fixed + demand.working(rows) + one + ring + _head_buffer(
+        demand
+    ) > limits.total:
+        rows -= ROW_TILE
+    room = limits.total - fixed - demand.working(rows)
+    want = min(demand.top_k, demand.experts) * demand.slot
+    trunk = _hold_trunk(demand, room - want) or _hold_trunk(demand, room - one)
+    assert trunk is not None, "the smallest plan was checked to fit"
+    free = room - trunk.bytes - trunk.buffers
+    slots = _slots(demand, limits, free)
+    purposes = (
+        ("interpreter, libraries, page index", demand.base),
+        ("decoding tables and weight tiles", demand.tiles),
+        ("read buffers", demand.staging),
+        ("trunk, resident", demand.small + trunk.bytes),
+        ("trunk, streaming buffers", trunk.buffers),
+        ("sequence state and latents", demand.state),
+        (f"working set of a sweep of {rows} tokens", demand.working(rows)),
+        (f"{slots} expert slots", slots * demand.slot),
+    )
+    return Plan(
+        limit=limits.total,
+        purposes=purposes,
+        resident_layers=trunk.layers,
+        embed_resident=trunk.embed,
+        head_resident=trunk.head,
+        ring_bytes=trunk.ring,
+        resident_bytes=trunk.bytes,
+        slots=slots,
+        slot_bytes=demand.slot,
+        sweep_rows=rows,
+        state_bytes=demand.state,
+        experts=demand.experts,
+        notes=limits.notes,
+    )
+
+
+def _head_buffer(demand: Demand) -> int:
+    return min(demand.head_block, demand.head or demand.embed)
+
+
+def _slots(demand: Demand, limits: Limits, free: int) -> int:
+    if not demand.experts:
+        return 0
+    if limits.cache is not None:
+        if limits.cache < demand.slot:
+            raise DoesNotFit(
+                f"An expert cache of {limits.cache:,} bytes holds not one expert of "
+                f"{demand.slot:,} bytes.",
+                f"Give --cache {demand.slot} or more.",
+                missing=demand.slot - limits.cache,
+            )
+        free = min(free, limits.cache)
+    return min(demand.experts, free // demand.slot)
+
+
+def _hold_trunk(demand: Demand, room: int) -> _Trunk | None:
+    """The way that keeps most bytes of the trunk resident in ``room``; None if none fits.
+
+    The streamed layers take turns in one buffer as large as the largest of them, so for each
+    possible buffer size all larger layers must be resident.
+    """
+    best: _Trunk | None = None
+    for ring in sorted({0, *demand.layers}):
+        layers = [i for i, size in enumerate(demand.layers) if size > ring]
+        used = sum(demand.layers[i] for i in layers)
+        rest = [i for i, size in enumerate(demand.layers) if size <= ring]
+        for head in (True, False):
+            buffers = ring + (0 if head else _head_buffer(demand))
+            resident = used + ((demand.head or demand.embed) if head else 0)
+            if resident + buffers > room:
+                continue
+            way = _Trunk(frozenset(layers), ring, head, False, resident, buffers)
+            _fill(way, demand, rest, room)
+            if best is None or way.bytes > best.bytes:
+                best = way
+    return best
+
+
+def _fill(way: _Trunk, demand: Demand, rest: list[int], room: int) -> None:
+    """Make more layers resident, largest first, then the embedding, as far as ``room`` goes."""
+    layers = set(way.layers)
+    for i in sorted(rest, key=lambda i: (-demand.layers[i], i)):
+        if way.bytes + way.buffers + demand.layers[i] <= room:
+            layers.add(i)
+            way.bytes += demand.layers[i]
+    if len(layers) == len(demand.layers):
+        way.buffers -= way.ring
+        way.ring = 0
+    way.layers = frozenset(layers)
+    tied = way.head and not demand.head
+    way.embed = tied or way.bytes + way.buffers + demand.embed <= room
+    if way.embed and not tied:
+        way.bytes += demand.embed

@@ -1,0 +1,21 @@
+"""Says so in one sentence when the checkout lost its links; makes property tests repeatable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# The same examples in every run and on every machine; a slow machine is no failure.
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.load_profile("repeatable")
+
+_PACKAGE = Path(__file__).resolve().parent.parent / "k3offload"
+for _name in ("kernels", "tiers", "scheduler"):
+    if not (_PACKAGE / _name).is_dir():
+        raise pytest.UsageError(
+            f"k3offload/{_name} is not a link to ../{_name}, so k3offload.{_name} cannot be "
+            "imported: this copy of the repository lost its symbolic links; clone it again with "
+            "git (core.symlinks=true) or make the three links by hand."
+        )

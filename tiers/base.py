@@ -1,0 +1,103 @@
+"""Words and shapes of the tiers: what a page, a location, a ticket, a buffer and a tier are.
+
+This file knows bytes and nothing of models: a page is an id and a list of file extents.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Buffer = npt.NDArray[np.uint8]  #: one-dimensional bytes
+
+
+class PageId(NamedTuple):
+    """The unit that moves: one routed expert of one layer, or (``expert == -1``) its trunk share."""
+
+    layer: int
+    expert: int
+
+
+class Location(NamedTuple):
+    """``length`` bytes at ``offset`` of file number ``file`` (absolute, from the file's first byte)."""
+
+    file: int
+    offset: int
+    length: int
+
+
+class Ticket:
+    """A copy under way, made of ``parts`` pieces; done when the last piece is, or when one fails."""
+
+    def __init__(self, parts: int) -> None:
+        self._left = parts
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+        self.error: BaseException | None = None
+        if parts == 0:
+            self._event.set()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """One piece has ended.  Pieces still under way keep their memory busy, so a failed ticket
+        too is done only when all its pieces have ended."""
+        with self._lock:
+            self.error = self.error or error
+            self._left -= 1
+            if self._left:
+                return
+            self._event.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self) -> None:
+        """Block until the copy has ended; raises its error."""
+        self._event.wait()
+        if self.error is not None:
+            raise self.error
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` when done (at once if it already is), on the thread that ended it."""
+        with self._lock:
+            if not self._event.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+class Tier(Protocol):
+    """A place that pages are read from."""
+
+    name: str
+
+    def read(self, page: PageId, into: Buffer) -> Ticket:
+        """Start copying ``page`` to ``into``; never blocks on the copy."""
+        ...
+
+    def order(self, page: PageId) -> Any:
+        """Sort key: pages read in this order move the disk's head the least."""
+        ...
+
+    def size(self, page: PageId) -> int:
+        """Bytes of the page itself, without alignment overhead."""
+        ...
+
+
+class CachePolicy(Protocol):
+    """Which page leaves a full tier.  Bookkeeping only; every call O(log n) or better."""
+
+    def hit(self, page: PageId) -> None: ...
+
+    def insert(self, page: PageId) -> None: ...
+
+    def evict(self, busy: Callable[[PageId], bool]) -> PageId:
+        """Forget and return a page that is not ``busy``; there is at least one."""
+        ...
