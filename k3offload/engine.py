@@ -14,6 +14,7 @@ from .budget import demand_of
 from .checkpoint import Checkpoint
 from .config import parse_size
 from .errors import K3Error, SessionError, UsageError
+from .find import find_model
 from .kernels.workers import Workers
 from .machine import Machine, default_threads, read_machine, steady_allocator, trim_allocator
 from .model import Hooks, Model, Run
@@ -81,32 +82,41 @@ def load(
     ``ram``: bytes this process may use in all (``"16G"`` = 16e9); ``cache``: cap on the part of it
     that holds routed experts; ``dtype``: of the activations; ``context``: tokens a session may
     reach; ``sessions``: how many sequence states (sessions and snapshots) to reserve for;
-    ``sweep``: most prompt tokens in one pass.  None of them changes a bit of the results, as long
-    as ``sweep`` is a multiple of 64.
+    ``sweep``: most prompt tokens in one pass.  None but ``dtype`` changes a bit of the results, as
+    long as ``sweep`` is a multiple of 64.
 
     Raises ``ConfigError``, ``CheckpointError``, ``TokenizerError``, or ``DoesNotFit`` with the
     missing bytes, before any weight is read.
     """
+    sizes = {"context": context, "sessions": sessions, "sweep": sweep}
+    return open_engine(
+        path, lambda _: sizes, ram=ram, cache=cache, dtype=dtype, threads=threads, watch=watch
+    )
+
+
+def open_engine(
+    path: str | Path,
+    sizes: Callable[[Tokenizer], dict[str, int]],
+    *,
+    ram: str | int | None = None,
+    cache: str | int | None = None,
+    dtype: str = "bfloat16",
+    threads: int | None = None,
+    watch: Watch | None = None,
+) -> Engine:
+    """``load`` for callers who know ``context``, ``sessions`` and ``sweep`` only once they can
+    count tokens: ``sizes`` gets the tokenizer, before any memory is planned."""
+    folder = find_model(path)
+    checkpoint = Checkpoint.open(folder)
+    tokenizer = Tokenizer.load(folder, checkpoint.spec)
     options = Options(
         ram=None if ram is None else parse_size(ram),
         cache=None if cache is None else parse_size(cache),
         dtype=dtype,
-        context=context,
-        sessions=sessions,
-        sweep=sweep,
-        threads=threads or default_threads(),
+        threads=default_threads() if threads is None else threads,
+        **sizes(tokenizer),
     )
-    folder = find_model(path)
-    checkpoint = Checkpoint.open(folder)
-    return Engine(checkpoint, Tokenizer.load(folder, checkpoint.spec), options, watch or Watch())
-
-
-def find_model(path: str | Path) -> Path:
-    """The folder of ``path``; the name ``nano`` alone means the model inside the package."""
-    folder = Path(path)
-    if str(path) == "nano" and not folder.exists():
-        return Path(__file__).parent / "nano"
-    return folder
+    return Engine(checkpoint, tokenizer, options, watch or Watch())
 
 
 def limits_of(machine: Machine, options: Options) -> Limits:

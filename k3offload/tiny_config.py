@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .tiny_recipes import GROUP, TinySize
+from .tiny_size import GROUP, TinySize
 
 Json = dict[str, Any]
 SPECIALS = 256  # ids at the end of the vocabulary
@@ -22,6 +22,9 @@ def make_config(size: TinySize) -> Json:
         "eos_token_id": vocab - EOS_FROM_END,
         "pad_token_id": vocab - 1,
     }
+    text = {**_boilerplate(), **_attention(size), **_experts(size), **_text(size), **ids}
+    if size.family == "kimi_linear":
+        return text
     top: Json = {
         "architectures": ["KimiK3ForConditionalGeneration"],
         "dtype": "bfloat16",
@@ -29,11 +32,10 @@ def make_config(size: TinySize) -> Json:
         "image_placeholder": "<|kimi_image_placeholder|>",
         "media_placeholder_token_id": vocab - SPECIALS + 21,
         "model_type": "kimi_k3",
-        "text_config": {**_boilerplate(), **_attention(size), **_experts(size), **_text(size)},
+        "text_config": text,
         "tie_word_embeddings": False,
         "vision_config": {"model_type": "moonvit", "patch_size": 14, "vt_hidden_size": 16},
     }
-    top["text_config"].update(ids)
     return {**top, **ids}
 
 

@@ -21,7 +21,8 @@ from .config import READ_ALIGN
 from .errors import CheckpointError
 from .spec import ModelSpec
 from .tiny_config import make_generation_config
-from .tiny_recipes import PREFIX, Array, Recipes, TinySize, Value, rng_for
+from .tiny_recipes import Array, Recipes, Value, rng_for
+from .tiny_size import TinySize
 from .tiny_write import (
     MARKER,
     METADATA_ROOM,
@@ -114,6 +115,7 @@ def size_of(spec: ModelSpec) -> TinySize:
         scale=moe.scale,
         renormalize=moe.renormalize,
         mla_layers=spec.mla_layers,
+        family=spec.family,
     )
 
 
@@ -121,7 +123,7 @@ def full_parts(spec: ModelSpec, recipes: Recipes) -> Iterator[Part]:
     """Shard by shard, as the release cuts them."""
     for layer in range(len(spec.layers)):
         yield _layer(spec, recipes, layer)
-    values, embedding = recipes.common(), PREFIX + "model.embed_tokens.weight"
+    values, embedding = recipes.common(), spec.prefix + "model.embed_tokens.weight"
     tensors = {
         t.name: values[t.name] if _is_real(t.name, t.dtype) else Value(t.dtype, t.shape, None)
         for t in spec.global_tensors()

@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .tiny_size import DECAY_RANGE, GROUP, TinySize
+
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-PREFIX: Final = "language_model."
 ITEMSIZE: Final = {"BF16": 2, "F32": 4, "U8": 1}
 CHUNK: Final = 1 << 19  # elements drawn at once; any number gives the same bytes
-GROUP: Final = 32  # input columns that share one E8M0 scale
-#: dt_bias ranges: decay exp(-5 sigmoid(e^A (f + dt))); "mid" remembers 1 to 100s of tokens.
-DECAY_RANGE: Final = {"mid": (-4, 0), "slow": (-9, -6), "fast": (1, 4)}
 E2M1_EDGES: Final = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbouring codes
 UNIFORM_E2M1_RMS: Final = 2.926  # root mean square of a uniformly drawn E2M1 code
 
@@ -47,58 +44,6 @@ class Value(NamedTuple):
     def nbytes(self) -> int:
         """Bytes the tensor takes in its file."""
         return int(np.prod(self.shape, dtype=np.int64)) * ITEMSIZE[self.dtype]
-
-
-@dataclass(frozen=True)
-class TinySize:
-    """Every size and variant of a synthetic checkpoint.
-
-    0 means "the model has none" for ``q_lora`` (q_proj directly), ``latent`` (experts on the
-    full width), ``shared`` (no shared expert) and ``attn_res`` (plain residual).  ``mla_layers``
-    (0-based) defaults to every fourth layer and always the last, as in the release.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    kda_heads: int
-    kda_dim: int
-    q_lora: int
-    kv_lora: int
-    nope: int
-    rope: int
-    vdim: int
-    experts: int
-    topk: int
-    latent: int
-    moe_inter: int
-    shared: int
-    dense_inter: int
-    attn_res: int
-    vocab: int
-    expert_mode: str = "gauss"  # "bytes": uniform codes, fast
-    probe_eps: bool = False  # tiny activations wherever an epsilon is added
-    edge_scales: bool = False  # E8M0 bytes 0, 1 and 254 among the experts
-    tame: float = 1.0  # gain of every sublayer's output; 0.15 does not amplify rounding
-    decay: str = "mid"
-    vision: bool = True
-    expert_format: str = "mxfp4"  # or "bf16"
-    full_rank_gate: bool = True  # False: g_b_proj(g_a_proj x)
-    bounded_decay: bool = True  # False: the softplus form
-    mla_gate: bool = True
-    latent_norm: bool = True
-    activation: str = "situ"  # or "silu"
-    conv: int = 4
-    scale: float = 1.0  # routed_scaling_factor
-    renormalize: bool = True
-    mla_layers: tuple[int, ...] | None = None
-
-    @property
-    def mla(self) -> tuple[int, ...]:
-        """0-based indices of the MLA layers."""
-        if self.mla_layers is not None:
-            return self.mla_layers
-        return tuple(i for i in range(self.layers) if i % 4 == 3 or i == self.layers - 1)
 
 
 def rng_for(seed: int, name: str) -> np.random.Generator:
@@ -173,7 +118,7 @@ class Recipes:
 
     def layer(self, i: int, *, experts: bool = True) -> dict[str, Value]:
         """The tensors of layer ``i`` (0-based), routed experts only if wanted."""
-        s, at = self.size, f"{PREFIX}model.layers.{i}."
+        s, at = self.size, f"{self.size.prefix}model.layers.{i}."
         norms = ["input_layernorm", "post_attention_layernorm"]
         out: dict[str, Value] = {}
         if s.attn_res:
@@ -216,7 +161,9 @@ class Recipes:
             padded[:nh] = np.log(rng_for(self.seed, at + "A_log").uniform(0.5, 4.0, nh))
             return padded
 
-        out[at + "A_log"] = self._f32((stored,), a_log)
+        linear = s.family == "kimi_linear"
+        shape = (1, 1, nh, 1) if linear else (stored,)
+        out[at + "A_log"] = self._f32(shape, lambda: a_log()[:nh] if linear else a_log())
         out[at + "dt_bias"] = self._f32(
             (wide,), lambda: rng_for(self.seed, at + "dt_bias").uniform(low, high, wide)
         )
@@ -356,11 +303,11 @@ class Recipes:
 
     def common(self) -> dict[str, Value]:
         """Embedding, final norm, output mix and head."""
-        s, at = self.size, PREFIX + "model."
+        s, at = self.size, self.size.prefix + "model."
         out = {
             at + "embed_tokens.weight": self.bf16("embed", (s.vocab, s.hidden), 1.0),
             at + "norm.weight": self.norm("norm", s.hidden),
-            PREFIX + "lm_head.weight": self.linear("head", s.vocab, s.hidden, 3.0),
+            self.size.prefix + "lm_head.weight": self.linear("head", s.vocab, s.hidden, 3.0),
         }
         if s.attn_res:
             out[at + "output_attn_res_norm.weight"] = self.norm("ores", s.hidden)

@@ -58,6 +58,7 @@ class Plan:
     sweep_rows: int
     state_bytes: int
     experts: int
+    layer_sizes: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -125,6 +126,7 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
         sweep_rows=rows,
         state_bytes=demand.state,
         experts=demand.experts,
+        layer_sizes=tuple(demand.layers),
         notes=limits.notes,
     )
 

@@ -109,8 +109,8 @@ def split(folder: Path, count: int) -> None:
     for path in shards(folder):
         path.unlink()
     names = list(everything)
-    step = -(-len(names) // count)
-    runs = [names[i : i + step] for i in range(0, len(names), step)]
+    cuts = [len(names) * i // count for i in range(count + 1)]
+    runs = [names[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
     for number, run in enumerate(runs, 1):
         name = f"model-{number:05d}-of-{len(runs):06d}.safetensors"
         write_shard(folder / name, {n: everything[n] for n in run})

@@ -17,7 +17,7 @@ NOISE = RNG.standard_normal(REF.shape)
 
 def noisy(size: float, tokens: slice = slice(None)) -> F64:
     """The reference with relative L2 error ``size`` on ``tokens``."""
-    out = REF.copy()
+    out: F64 = REF.copy()
     scale = size * np.linalg.norm(REF, axis=1) / np.linalg.norm(NOISE, axis=1)
     out[tokens] += (NOISE * scale[:, None])[tokens]
     return out

@@ -140,6 +140,14 @@ def test_variant_holds_what_its_config_promises(variant: str, tmp_path: Path) ->
     assert result.experts.shape == (4, 5, 2)
 
 
+def test_kimi_linear_holds_what_its_config_promises(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "kimi-linear", 1)
+    spec = ModelSpec.load(tmp_path)
+    assert spec.family == "kimi_linear"
+    held = {name: (at[1], tuple(at[2])) for name, at in Weights(tmp_path).where.items()}
+    assert held == {t.name: (t.dtype, t.shape) for t in spec.tensors()}
+
+
 def test_variants_differ(tmp_path: Path) -> None:
     """Every variant computes something else: none of the options is without effect."""
     seen = {}
@@ -232,6 +240,7 @@ def test_refuses_a_full_disk_before_writing(
         ({"decay": "never"}, "never.*slow"),
         ({"expert_format": "int4"}, "int4.*bf16"),
         ({"mla_layers": (9,)}, "9"),
+        ({"family": "kimi_linear"}, "Kimi Linear"),
     ],
 )
 def test_refuses_what_cannot_be_made(options: dict[str, Any], words: str) -> None:

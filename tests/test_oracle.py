@@ -202,6 +202,22 @@ def test_bias_chooses_but_does_not_weigh(odd: Path, base: Result) -> None:
     assert np.abs(shifted.weights - base.weights).max() < 1e-12
 
 
+def test_kimi_linear_agrees_with_transformers(tmp_path: Path) -> None:
+    """An implementation by others, in float32: softplus decay, low-rank gate, plain residual,
+    experts on the full width, no q-LoRA, scaled weights."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    make_tiny(tmp_path, "kimi-linear", 3, layers=5, scale=2.446)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = model(torch.tensor([TOKENS])).logits[0].numpy()
+    ours = Oracle(tmp_path).run(TOKENS)
+    report = judge(ours.logits, theirs, ours.margin, tol=5e-5)
+    assert report, report
+    wrong = Oracle(tmp_path, routed_scaling_factor=1.0).run(TOKENS)
+    assert not judge(wrong.logits, theirs, tol=5e-5)
+
+
 def test_bf16_experts_take_the_same_path(tmp_path: Path) -> None:
     """BF16 experts that hold what the MXFP4 bytes decode to give the very same logits."""
     few: dict[str, Any] = {"layers": 4, "experts": 4, "topk": 3}

@@ -1,0 +1,99 @@
+"""What a run used, in numbers: the form ``--json`` prints and the lines a person reads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+
+from .config import show_size
+from .engine import Engine
+from .machine import peak_rss
+from .scheduler.plan import Plan
+
+
+def kernel_read_bytes() -> int:
+    """Bytes the kernel says this process has read from storage (``/proc/self/io``)."""
+    counters = psutil.Process().io_counters()
+    return int(counters.read_bytes)
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """The memory plan as plain data; sizes in bytes."""
+    return {
+        "limit": plan.limit,
+        "total": plan.total,
+        "purposes": dict(plan.purposes),
+        "expert_slots": plan.slots,
+        "experts": plan.experts,
+        "resident_layers": sorted(plan.resident_layers),
+        "embed_resident": plan.embed_resident,
+        "head_resident": plan.head_resident,
+        "sweep_tokens": plan.sweep_rows,
+        "notes": list(plan.notes),
+    }
+
+
+def tier_facts(engine: Engine) -> dict[str, Any]:
+    """Requests, hits, late, misses, bytes and seconds waited: per tier and kind of page."""
+    counts = engine.counts()
+    disk = engine.disk.counts
+    return {
+        "ram": {kind: asdict(count) for kind, count in counts.items()},
+        "disk": {
+            "reads": disk.reads,
+            "bytes": disk.bytes,
+            "alignment_overhead_bytes": disk.overhead,
+            "retries": disk.retries,
+            "modes": dict(disk.modes),
+        },
+    }
+
+
+def memory_facts(engine: Engine) -> dict[str, int]:
+    """Planned and measured memory of this process, bytes."""
+    return {"planned": engine.plan.total, "limit": engine.plan.limit, "peak_rss": peak_rss()}
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan as a person reads it, printed before anything is loaded."""
+    width = max(len(name) for name, _ in plan.purposes)
+    lines = [f"note: {note}" for note in plan.notes]
+    lines.append(f"memory plan, {show_size(plan.limit)} allowed:")
+    lines += [f"  {name:{width}}  {show_size(size):>8}" for name, size in plan.purposes if size]
+    lines.append(f"  {'sum':{width}}  {show_size(plan.total):>8}")
+    if plan.experts:
+        share = 100 * plan.slots / plan.experts
+        lines.append(f"  {plan.slots:,} of {plan.experts:,} experts fit in RAM ({share:.3g} %)")
+    streamed = len(plan.layer_sizes) - len(plan.resident_layers)
+    if streamed:
+        size = sum(s for i, s in enumerate(plan.layer_sizes) if i not in plan.resident_layers)
+        lines.append(
+            f"  the trunk of {streamed} of {len(plan.layer_sizes)} layers is read anew for each "
+            f"sweep ({show_size(size)})"
+        )
+    return lines
+
+
+def tier_lines(engine: Engine) -> list[str]:
+    """The tier figures as a person reads them."""
+    lines = []
+    for kind, c in engine.counts().items():
+        if c.requests:
+            lines.append(
+                f"{kind}: {c.requests:,} requests, {c.hits:,} hits ({100 * c.hits / c.requests:.1f} "
+                f"%), {c.late:,} late, {c.misses:,} misses, {show_size(c.bytes)} read, "
+                f"{c.wait_seconds:.2f} s waited"
+            )
+    disk = engine.disk.counts
+    modes = ", ".join(sorted(set(disk.modes.values()))) or "nothing read"
+    lines.append(
+        f"disk: {disk.reads:,} reads ({modes}), {show_size(disk.bytes)}, alignment added "
+        f"{show_size(disk.overhead)}"
+    )
+    memory = memory_facts(engine)
+    lines.append(
+        f"memory: {show_size(memory['planned'])} planned, {show_size(memory['peak_rss'])} at most"
+    )
+    return lines
