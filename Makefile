@@ -11,12 +11,13 @@ INSTALLED_TEST := $(VENV)/.installed-test
 WANTED := pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
-.PHONY: help demo test check clean
+.PHONY: help demo test check bench clean
 
 help:
 	@echo 'make demo    set up .venv and let the embedded model write a few lines'
 	@echo 'make test    set up .venv and run all checks and tests'
 	@echo 'make check   lint and types only'
+	@echo 'make bench   measure this machine, ratios into benchmarks/results/'
 	@echo 'make clean   remove .venv and caches'
 	@echo
 	@echo 'PYTHON=...   the interpreter to set .venv up with (3.10 or later; now $(PYTHON))'
@@ -49,6 +50,9 @@ check: $(INSTALLED_TEST)
 
 test: check
 	$(BIN)/pytest
+
+bench: $(INSTALLED_TEST)
+	$(BIN)/python benchmarks/run.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

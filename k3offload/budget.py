@@ -9,17 +9,18 @@ from __future__ import annotations
 import torch
 
 from .checkpoint import Checkpoint
-from .config import LATENT_BLOCK, ROW_TILE, align_up
-from .kernels.linear_reference import TILE_ELEMENTS, tile_rows
+from .config import LATENT_BLOCK, READ_ALIGN, ROW_TILE, align_up
+from .kernels.linear_reference import tile_rows
 from .layer_mla import GROUP_TILES
 from .scheduler.plan import Demand
-from .spec import ModelSpec
+from .spec import ModelSpec, TensorSpec
 from .tiers.base import Location
 from .tiers.tier_disk import READERS, STAGING, windows
 from .weights import HEAD_BUFFER, arena_size
 
-HEAP_SLACK = 12 << 20  #: fragmentation of the C heap and small objects of a running sweep
-PAIR_TABLE = 2 << 20  #: the MXFP4 table and the temporaries of making it
+HEAP_SLACK = 20 << 20  #: fragmentation of the C heap and small objects of a running sweep
+KERNEL_CODE = 350_000  #: bytes the matrix library keeps for each shape of a bfloat16 product,
+#: and up to twice as much again for large ones
 
 
 def demand_of(
@@ -85,17 +86,33 @@ def slot_size(checkpoint: Checkpoint) -> int:
 def _largest_read(checkpoint: Checkpoint) -> int:
     """Staging is touched only as far as the trunk has bytes to pass through it."""
     return sum(t.location.length for la in checkpoint.spec.layers
-               for t in checkpoint.trunk(la.index)) + (4 << 20)  # fmt: skip
+               for t in checkpoint.trunk(la.index)) + READERS * READ_ALIGN  # fmt: skip
 
 
 def _tiles(spec: ModelSpec, dtype: torch.dtype, threads: int) -> int:
-    """Scratch of the compute threads: an expert tile while it is decoded, a float32 tile."""
-    if spec.moe is None or spec.moe.format == "bf16":
-        per_weight = 4
-    else:
-        per_weight = 0.5 + 1 + 2 + 4  # packed, index, bfloat16, float32
-    widest = max(spec.hidden, spec.dense_width)
-    return PAIR_TABLE + int(threads * max(TILE_ELEMENTS, 32 * widest) * per_weight)
+    """Scratch of the compute threads and code that the matrix library makes for each shape."""
+    expert, narrow, wide = 0, {(0, 0)}, {(0, 0)}
+    for tensor in [*spec.global_tensors(), *_one_of_each(spec)]:
+        if len(tensor.shape) != 2 or tensor.shape[0] == 1:
+            continue
+        n, k = tensor.shape[0], tensor.shape[1] * (2 if "packed" in tensor.name else 1)
+        step = tile_rows(n, k)
+        always_float32 = tensor.name.endswith((".gate.weight", "lm_head.weight"))
+        shapes = wide if always_float32 or dtype == torch.float32 else narrow
+        shapes |= {(step, k), (n % step, k)}
+        if "packed" in tensor.name:
+            expert = max(expert, step * k)
+    float_tile = max(n * k for n, k in wide) * 4
+    coded = int(expert * (0.5 + 1 + 2))  # packed bytes, index, bfloat16
+    code = sum(KERNEL_CODE * (1 + min(2, n * k / 2**19)) for n, k in narrow if n)
+    return threads * (float_tile + coded) + int(code)
+
+
+def _one_of_each(spec: ModelSpec) -> list[TensorSpec]:
+    """The trunk of one layer of each kind, and one routed expert."""
+    kinds = {(la.attention, la.ffn): la.index for la in spec.layers}
+    tensors = [t for layer in kinds.values() for t in spec.layer_tensors(layer)]
+    return tensors + (spec.expert_tensors(spec.moe_layers[0], 0) if spec.moe_layers else [])
 
 
 def working_set(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
@@ -108,13 +125,13 @@ def working_set(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
     group = min(rows, GROUP_TILES * ROW_TILE)
     query = mla.heads * (mla.nope + mla.rope)
     moments = [
-        ROW_TILE * kda.width * (6 * a + 40) if spec.kda_layers else 0,
+        ROW_TILE * kda.width * (6 * a + 52) if spec.kda_layers else 0,
         group * (query * (a + 4) + mla.heads * mla.v * 12 + h * a * 2) if spec.mla_layers else 0,
-        ROW_TILE * spec.dense_width * (3 * a + 16),
+        ROW_TILE * spec.dense_width * (3 * a + 24),
         ROW_TILE * h * 4 * (sums + 4) + ROW_TILE * spec.vocab * 4 * 2,
     ]
     if m is not None:
         per_row = (m.io + (h if m.shared_width else 0)) * a * 2 + m.top_k * (m.io * a + 24)
-        shared = ROW_TILE * max(m.shared_width, m.width) * (3 * a + 16)
+        shared = ROW_TILE * max(m.shared_width, m.width) * (3 * a + 24)
         moments.append(rows * per_row + shared + ROW_TILE * m.experts * 40)
     return kept + max(moments) + HEAP_SLACK

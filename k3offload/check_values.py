@@ -76,7 +76,7 @@ def _check_tensor(file: BinaryIO, entry: HeaderEntry, heads: int | None, report:
             return
         bad += _count_bad(entry, chunk)
         if heads is not None and entry.name.endswith("A_log") and entry.dtype in _EXPONENT:
-            _check_tail(entry, chunk, heads, report)
+            _check_tail(entry, chunk, at - entry.begin, heads, report)
         at += len(chunk)
     if bad and entry.dtype == "U8":
         report.error(f"The tensor {entry.name} holds {bad} scale bytes of 255 (NaN).", _AGAIN)
@@ -104,10 +104,13 @@ def _count_bad(entry: HeaderEntry, chunk: npt.NDArray[np.uint8]) -> int:
     return int(((chunk.view(element) & element(mask)) == mask).sum())
 
 
-def _check_tail(entry: HeaderEntry, chunk: npt.NDArray[Any], heads: int, report: Report) -> None:
-    """``A_log`` beyond its heads must be zero of either sign."""
+def _check_tail(
+    entry: HeaderEntry, chunk: npt.NDArray[Any], done: int, heads: int, report: Report
+) -> None:
+    """``A_log`` beyond its heads must be zero of either sign; ``done`` bytes came before."""
     element, _ = _EXPONENT[entry.dtype]
-    magnitude = chunk.view(element)[heads:] << element(1)
+    values = chunk.view(element)
+    magnitude = values[max(0, heads - done // values.itemsize) :] << element(1)
     if magnitude.any():
         report.error(
             f"The tensor {entry.name} is not zero beyond its {heads} heads.",

@@ -158,7 +158,7 @@ def _load_reported(folder: Path, report: Report) -> ModelSpec | None:
 
 def _build(folder: Path, survey: Survey, paths: list[Path | None], report: Report) -> Checkpoint:
     spec = survey.spec
-    keys = tuple(survey._parts)
+    keys = tuple(survey.part_numbers)
     sizes = survey.part_bytes()
     templates: list[tuple[Part, ...]] = []
     known: dict[bytes, int] = {}
@@ -167,7 +167,7 @@ def _build(folder: Path, survey: Survey, paths: list[Path | None], report: Repor
         for layer, place in survey.experts.items()
     }
     trunk = [
-        [have[n] for n in survey._wanted(i) if n in have] for i, have in enumerate(survey.trunk)
+        [have[n] for n in survey.wanted(i) if n in have] for i, have in enumerate(survey.trunk)
     ]
     return Checkpoint(
         spec=spec,

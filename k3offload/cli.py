@@ -10,10 +10,14 @@ import dataclasses
 import inspect as signatures
 import io
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +28,8 @@ from .progress import Progress
 
 if TYPE_CHECKING:
     from .engine import Watch
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     help="Run Kimi K3 exactly, inside a memory budget.",
@@ -70,10 +76,10 @@ def generate(
 ) -> None:
     """Continue PROMPT."""
     with Progress() as progress:
-        progress.say("loading libraries")
-        from .engine import open_engine
-        from .run_generate import Job, run_generate
-        from .sampling import Sampling
+        with _loading_libraries(progress):
+            from .engine import open_engine
+            from .run_generate import Job, run_generate
+            from .sampling import Sampling
 
         sampling = Sampling(temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_end)
         text = sys.stdin.read() if prompt == "-" else prompt
@@ -86,8 +92,15 @@ def generate(
             }
 
         ids: list[int] = []
-        options = {"ram": ram, "cache": cache, "dtype": dtype, "threads": threads}
-        with open_engine(model, size, watch=_watch(progress), **options) as engine:
+        with open_engine(
+            model,
+            size,
+            ram=ram,
+            cache=cache,
+            dtype=dtype,
+            threads=threads,
+            watch=_watch(progress),
+        ) as engine:
             fine = run_generate(engine, Job(ids, max_new_tokens, sampling, as_json), progress)
     if not fine:
         raise typer.Exit(1)
@@ -102,7 +115,9 @@ def logits(
     ram: Ram = None,
     cache: Cache = None,
     sweep: Annotated[int, typer.Option(help="Tokens of each sweep.")] = 512,
-    decode_from: Annotated[int | None, typer.Option(help="Feed from this token one by one.")] = None,
+    decode_from: Annotated[
+        int | None, typer.Option(help="Feed from this token one by one.")
+    ] = None,
     last: Annotated[int | None, typer.Option(help="Keep and compute only the last N rows.")] = None,
     routing: Annotated[Path | None, typer.Option(help="Also write chosen experts, .npz.")] = None,
     threads: Threads = None,
@@ -112,25 +127,32 @@ def logits(
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}.", "It must be at least 1.")
     with Progress() as progress:
-        progress.say("loading libraries")
-        import numpy as np
+        with _loading_libraries(progress):
+            import numpy as np
 
-        from .engine import open_engine
-        from .run_logits import Routing, read_tokens, write_logits
+            from .engine import open_engine
+            from .run_logits import Routing, read_tokens, write_logits
 
         def size(tokenizer: Any) -> dict[str, int]:
             ids[:] = read_tokens(tokens, tokenizer.vocab)
             return {"context": len(ids), "sweep": min(sweep, len(ids))}
 
         ids: list[int] = []
-        options = {"ram": ram, "cache": cache, "dtype": dtype, "threads": threads}
-        with open_engine(model, size, watch=_watch(progress), **options) as engine:
+        with open_engine(
+            model,
+            size,
+            ram=ram,
+            cache=cache,
+            dtype=dtype,
+            threads=threads,
+            watch=_watch(progress),
+        ) as engine:
             seen = Routing()
             engine.hooks.on_route = seen.watch if routing else None
             step = min(sweep, engine.plan.sweep_rows)
             write_logits(engine, ids, out, sweep=step, decode_from=decode_from, last=last)
             if routing:
-                np.savez(routing, **seen.arrays())
+                np.savez(routing, allow_pickle=False, **seen.arrays())
 
 
 @app.command()
@@ -184,7 +206,7 @@ def _size_options(command: Callable[..., None]) -> Callable[..., None]:
             item.name,
             signatures.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[Optional[kind], option],
+            annotation=Annotated[kind | None, option],
         )
     command.__signature__ = signatures.Signature(list(own.values()))  # type: ignore[attr-defined]
     command.__annotations__ = {name: p.annotation for name, p in own.items()}
@@ -195,7 +217,9 @@ def _size_options(command: Callable[..., None]) -> Callable[..., None]:
 @_size_options
 def make_tiny_command(
     out: Annotated[Path, typer.Argument(help="Folder to write; made if absent.")],
-    size: Annotated[str, typer.Option(help="A size by name; the options below change it.")] = "nano",
+    size: Annotated[
+        str, typer.Option(help="A size by name; the options below change it.")
+    ] = "nano",
     seed: int = 0,
     full: Annotated[bool, typer.Option("--full", help="The released configuration.")] = False,
     sparse: Annotated[bool, typer.Option("--sparse", help="Large tensors as holes.")] = False,
@@ -224,13 +248,34 @@ def make_tiny_command(
     print(json.dumps({k: v for k, v in made.items() if k != "sha256"}))
 
 
+@contextmanager
+def _loading_libraries(progress: Progress) -> Iterator[None]:
+    """Say so; meanwhile Ctrl-C leaves at once, since an import may swallow an interrupt."""
+
+    def leave(number: int, frame: Any) -> None:
+        os.write(2, b"\ninterrupted\n")
+        os._exit(INTERRUPTED)
+
+    progress.say("loading libraries")
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    ours = main and before is signal.default_int_handler  # not where a caller ignores it
+    if ours:
+        signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
+
+
 def _watch(progress: Progress) -> Watch:
     from .config import show_size
     from .engine import Watch
     from .report import plan_lines
 
     return Watch(
-        plan=lambda plan: [progress.say(line) for line in plan_lines(plan)] and None,
+        plan=lambda plan: progress.say("\n".join(plan_lines(plan))),
         loading=lambda done, total: progress.show(
             f"loading the trunk: {show_size(done)} of {show_size(total)}"
         ),
@@ -263,8 +308,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except (KeyboardInterrupt, typer.Abort):
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
+        code = INTERRUPTED
     except BrokenPipeError:
         sys.exit(1)
     except Exception as error:
@@ -272,4 +316,6 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         error.show()
         sys.exit(2)
+    if code == INTERRUPTED:  # some versions of the parser return it, some raise
+        print("\ninterrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)

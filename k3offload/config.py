@@ -35,7 +35,9 @@ def parse_size(text: str | int) -> int:
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
     if not match:
-        raise UsageError(f"{text!r} is not a size.", "Write it like 16G, 16GiB, 512M or 2000000000.")
+        raise UsageError(
+            f"{text!r} is not a size.", "Write it like 16G, 16GiB, 512M or 2000000000."
+        )
     unit = match[2] or ""
     return int(float(match[1]) * (_BINARY.get(unit) or _UNITS[unit]))
 

@@ -6,14 +6,16 @@ computation.  It does not know what the used keys mean together; ``spec.py`` doe
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from .errors import ConfigError
-from .paths import show_path
+from .paths import link_target, show_path
 
 ANY: Final = object()  #: an inert key may hold any value
 CONFIG_LIMIT: Final = 16_000_000  #: bytes; a larger config.json is not a configuration
@@ -248,11 +250,12 @@ def check_quantization(raw: object, where: str) -> None:
     quant.finish(_QUANT_KEYS)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads(object_pairs_hook=...)``: raises ``ValueError`` when a key stands twice."""
     out = dict(pairs)
     if len(out) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        keys = sorted(key for key, _ in pairs)
+        twice = next(key for key, other in itertools.pairwise(keys) if key == other)
         raise ValueError(f"the key {twice!r} stands twice in one object")
     return out
 
@@ -267,7 +270,12 @@ def read_json(path: Path, limit: int = CONFIG_LIMIT) -> dict[str, Any]:
     Raises ``ConfigError`` that names the file, also when it is missing.
     """
     shown = show_path(path)
+    if link_target(path) != path:
+        shown += f" -> {show_path(link_target(path))}"
     try:
+        if not path.is_file():  # opening a pipe would wait for a writer
+            os.stat(path)
+            raise OSError(None, "it is not a file")
         with open(path, "rb") as file:
             data = file.read(limit + 1)
     except OSError as error:
@@ -280,7 +288,7 @@ def read_json(path: Path, limit: int = CONFIG_LIMIT) -> dict[str, Any]:
         raise ConfigError(f"{shown} is larger than {limit} bytes.", _REMEDY)
     try:
         value = json.loads(
-            data.decode("utf-8-sig"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+            data.decode("utf-8-sig"), object_pairs_hook=no_key_twice, parse_constant=_no_constant
         )
     except (ValueError, RecursionError) as error:
         detail = "too deeply nested" if isinstance(error, RecursionError) else str(error)

@@ -215,23 +215,23 @@ class Engine:
             for error in self.sweep(waiting).values():
                 raise error
 
-    def sweep(
-        self, sessions: Sequence[Session]
-    ) -> dict[Session, K3Error]:
+    def sweep(self, sessions: Sequence[Session]) -> dict[Session, K3Error]:
         """One pass over all layers for the next waiting tokens of ``sessions``.
 
-        Each session gives as many tokens as its share of the plan's sweep allows.  Returns the
-        sessions that failed with their errors.
+        Decode tokens always ride along; prompts share what the plan's sweep has left, in order.
+        Returns the sessions that failed with their errors.
         """
         budget = self.plan.sweep_rows
         runs: list[Run] = []
         taken: list[Session] = []
-        for session in sessions:
+        for session in sorted(sessions, key=lambda s: not s.decoding):
             waiting = session.waiting()
             self.check_context(len(session.tokens))
             if not waiting or budget <= 0:
                 continue
             count = cut(session.position, len(waiting), budget)
+            if not count:
+                continue  # what is left of the budget would split a chunk: next sweep
             runs.append(Run(session.state, waiting[:count], 1, session.decoding))
             taken.append(session)
             budget -= count

@@ -5,12 +5,14 @@ This file knows levels and wording helpers.  It knows nothing of files or models
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
 
 from .errors import CheckpointError
 
 Level = Literal["error", "warning", "note"]
+COUNTED: Final = 1_000_000  #: more of one kind are not even counted
 NAMED: Final = 20  #: findings of one kind that are named one by one
 
 
@@ -45,16 +47,21 @@ class Report:
 
     def each(self, level: Level, whats: Iterable[str], remedy: str) -> None:
         """One finding for each of the first ``NAMED`` texts, and one that counts the rest."""
-        rest = 0
-        for number, what in enumerate(whats):
-            if number >= NAMED:
-                rest += 1
-            elif level == "error":
+        stream = iter(whats)
+        for what in itertools.islice(stream, NAMED):
+            if level == "error":
                 self.error(what, remedy)
             else:
                 self.findings.append(Finding(level, what, remedy))
+        rest = sum(1 for _ in itertools.islice(stream, COUNTED))
         if rest:
-            self.findings.append(Finding(level, f"... and {rest} more of this kind.", remedy))
+            most = "at least " if rest == COUNTED else ""
+            self.findings.append(Finding(level, f"... and {most}{rest} more of this kind.", remedy))
+
+
+def count_of(number: int, noun: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def listing(names: Iterable[str], limit: int = NAMED) -> str:

@@ -13,13 +13,14 @@ import os
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple, cast
 
-import ijson
 import numpy as np
 
+from .config_fields import no_key_twice
 from .errors import CheckpointError
 from .inventory import DTYPE_BITS
+from .json_stream import pairs
 from .paths import show_path
 
 HEADER_LIMIT: Final = 100_000_000  #: bytes; the format's own bound
@@ -35,27 +36,6 @@ class HeaderEntry(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
-
-
-class _OnceDict(dict[str, Any]):
-    """A JSON object in which a key that stands twice leaves a mark.
-
-    The streaming parser loses exceptions raised here; the mark makes the entry's keys wrong.
-    """
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__("a key stands twice" if key in self else key, value)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {key!r} stands twice")
-            seen.add(key)
-    return out
 
 
 class _Window(io.RawIOBase):
@@ -77,18 +57,12 @@ class _Window(io.RawIOBase):
 def _json_entries(file: BinaryIO, length: int) -> Iterator[tuple[str, Any]]:
     """Keys and values of the header object; raises ``ValueError`` on anything but one object."""
     if length <= STREAM_ABOVE:
-        value = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_once)
+        value = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=no_key_twice)
         if not isinstance(value, dict):
             raise ValueError("it is not a JSON object")
         yield from value.items()
         return
-    window = _Window(file, length)
-    for event, value in ijson.basic_parse(window):
-        if (event, value) != ("start_map", None):
-            raise ValueError("it is not a JSON object")
-        break
-    file.seek(8)
-    yield from ijson.kvitems(_Window(file, length), "", map_type=_OnceDict)
+    yield from pairs(cast(BinaryIO, _Window(file, length)))
 
 
 def _whole(value: Any, top: int) -> bool:
@@ -101,7 +75,7 @@ def _entry(name: str, raw: Any, start: int, size: int, shown: str) -> HeaderEntr
     def bad(problem: str) -> CheckpointError:
         return CheckpointError(f"{shown}: tensor {name!r}: {problem}.", _AGAIN)
 
-    if type(raw) not in (dict, _OnceDict) or set(raw) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(raw, dict) or set(raw) != {"dtype", "shape", "data_offsets"}:
         raise bad("its header entry must hold exactly dtype, shape and data_offsets")
     dtype, shape, offsets = raw["dtype"], raw["shape"], raw["data_offsets"]
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
@@ -211,7 +185,7 @@ def _read_open(file: BinaryIO, size: int, shown: str) -> Iterator[HeaderEntry]:
             spans.extend((entry.begin, entry.end))
             hashes.append(hash(name))
             yield entry
-    except (ValueError, RecursionError, ijson.JSONError) as error:
+    except (ValueError, RecursionError) as error:
         detail = "too deeply nested" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(
             f"{shown}: the header is malformed: {detail[:200]}.", _AGAIN
@@ -232,5 +206,5 @@ def _check_metadata(raw: Any, shown: str) -> None:
     """``__metadata__`` may be absent, null, empty, or map strings to strings."""
     if raw is None:
         return
-    if type(raw) not in (dict, _OnceDict) or not all(isinstance(v, str) for v in raw.values()):
+    if not isinstance(raw, dict) or not all(isinstance(v, str) for v in raw.values()):
         raise CheckpointError(f"{shown}: __metadata__ must map names to strings.", _AGAIN)

@@ -153,6 +153,8 @@ def render(facts: Inspection) -> str:
     named = {
         "trunk_bytes": "trunk of all layers",
         "embedding_and_head_bytes": "embedding, head and final norm",
+        "largest_layer_trunk_bytes": "largest layer of it",
+        "one_expert_bytes": "one routed expert",
         "all_experts_bytes": "all routed experts",
         "experts_per_token_bytes": "experts one token reads when none is cached",
         "resident_trunk_and_one_expert_bytes": "trunk resident, experts through one slot",

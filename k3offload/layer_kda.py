@@ -54,7 +54,9 @@ def kda(
         advance = _step if part.decode else _chunk
         out[rows] = advance(args, state.kda[w.layer], workers)[: part.count]
 
-    gate = project("g_proj") if spec.kda.full_rank_gate else project("g_b_proj", project("g_a_proj"))
+    gate = (
+        project("g_proj") if spec.kda.full_rank_gate else project("g_b_proj", project("g_a_proj"))
+    )
     normed = gated_norm(out, gate, w.vector("self_attn.o_norm.weight"), spec.eps)
     return project("o_proj", normed)
 
@@ -86,8 +88,8 @@ def _chunk(args: Sequence[torch.Tensor], state: torch.Tensor, workers: Workers) 
 
     def task(i: int) -> None:
         group = slice(i * HEAD_GROUP, (i + 1) * HEAD_GROUP)
-        local = [a[:, group].transpose(0, 1).contiguous() for a in args]
-        out[:, group] = kda_chunk(*local, state[group]).transpose(0, 1)
+        q, k, v, g, beta = (a[:, group].transpose(0, 1).contiguous() for a in args)
+        out[:, group] = kda_chunk(q, k, v, g, beta, state[group]).transpose(0, 1)
 
     workers.map(task, -(-state.shape[0] // HEAD_GROUP))
     return out
@@ -99,7 +101,8 @@ def _step(args: Sequence[torch.Tensor], state: torch.Tensor, workers: Workers) -
 
     def task(i: int) -> None:
         group = slice(i * HEAD_GROUP, (i + 1) * HEAD_GROUP)
-        out[0, group] = kda_step(*(a[0, group] for a in args), state[group])
+        q, k, v, g, beta = (a[0, group] for a in args)
+        out[0, group] = kda_step(q, k, v, g, beta, state[group])
 
     workers.map(task, -(-state.shape[0] // HEAD_GROUP))
     return out

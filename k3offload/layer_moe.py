@@ -126,9 +126,7 @@ def _run_experts(
     ends = counts.cumsum(0)
     places = {
         PageId(layer, number): order[end - count : end]
-        for number, count, end in zip(
-            numbers.tolist(), counts.tolist(), ends.tolist(), strict=True
-        )
+        for number, count, end in zip(numbers.tolist(), counts.tolist(), ends.tolist(), strict=True)
         if number >= 0
     }
     with store.lease(places) as arrivals:

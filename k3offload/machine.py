@@ -89,8 +89,8 @@ def steady_allocator() -> None:
     except (OSError, AttributeError):
         return
     mallopt(m_arena_max, 2)
-    mallopt(m_mmap_threshold, 32 << 20)
-    mallopt(m_trim_threshold, 64 << 20)
+    mallopt(m_mmap_threshold, 1 << 20)
+    mallopt(m_trim_threshold, 4 << 20)
 
 
 def trim_allocator() -> None:

@@ -80,7 +80,7 @@ class Model:
             run.state.usable()
         tiles = pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs])
         try:
-            with torch.inference_mode(), single_threaded():
+            with single_threaded():
                 stream = _Stream(self._embed(runs, tiles))
                 for layer in self.spec.layers:
                     hooks.before_layer(layer.index)

@@ -81,10 +81,10 @@ def tier_lines(engine: Engine) -> list[str]:
     lines = []
     for kind, c in engine.counts().items():
         if c.requests:
+            share = f"{100 * c.hits / c.requests:.1f} %"
             lines.append(
-                f"{kind}: {c.requests:,} requests, {c.hits:,} hits ({100 * c.hits / c.requests:.1f} "
-                f"%), {c.late:,} late, {c.misses:,} misses, {show_size(c.bytes)} read, "
-                f"{c.wait_seconds:.2f} s waited"
+                f"{kind}: {c.requests:,} requests, {c.hits:,} hits ({share}), {c.late:,} late, "
+                f"{c.misses:,} misses, {show_size(c.bytes)} read, {c.wait_seconds:.2f} s waited"
             )
     disk = engine.disk.counts
     modes = ", ".join(sorted(set(disk.modes.values()))) or "nothing read"

@@ -26,7 +26,9 @@ def read_tokens(path: Path, vocab: int) -> list[int]:
     try:
         tokens = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as .npy: {error}.", "Save it with numpy.") from error
+        raise UsageError(
+            f"{path} cannot be read as .npy: {error}.", "Save it with numpy."
+        ) from error
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or not tokens.size:
         raise UsageError(
             f"{path} holds {tokens.dtype} {tokens.shape}.", "Give one row of integer token ids."

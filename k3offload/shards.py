@@ -17,16 +17,17 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
-import ijson
 import numpy as np
 import numpy.typing as npt
 
 from .errors import CheckpointError, UsageError
-from .findings import Report, listing
+from .findings import Report, count_of, listing
 from .inventory import VISION_PREFIXES
+from .json_stream import pairs
 from .paths import link_target, show_path
 
 INDEX_NAME: Final = "model.safetensors.index.json"
+INDEX_LIMIT: Final = 1_000_000_000  #: bytes; the released index has 59.8 million
 FOLDERS_VARIABLE: Final = "K3_MODEL_FOLDERS"
 _INDEX_REMEDY: Final = "Download or copy the index file again."
 _FETCH: Final = "Download or copy the missing files, then run the check again."
@@ -58,14 +59,16 @@ def mix(hashes: npt.NDArray[np.int64], file_of: npt.NDArray[np.int32]) -> npt.ND
 def _stream(path: Path, prefix: str) -> Iterator[tuple[str, Any]]:
     try:
         with open(path, "rb") as file:
-            yield from ijson.kvitems(file, prefix)
+            if os.fstat(file.fileno()).st_size > INDEX_LIMIT:
+                raise ValueError(f"it is larger than {INDEX_LIMIT} bytes")
+            yield from pairs(file, prefix)
     except OSError as error:
         raise CheckpointError(
             f"{show_path(path)} cannot be read: {error.strerror}.", _INDEX_REMEDY
         ) from None
-    except (ijson.JSONError, ValueError) as error:
+    except ValueError as error:
         raise CheckpointError(
-            f"{show_path(path)} is not valid JSON: {str(error)[:200]}.", _INDEX_REMEDY
+            f"{show_path(path)} is malformed: {str(error)[:200]}.", _INDEX_REMEDY
         ) from None
 
 
@@ -201,7 +204,8 @@ def find_shards(folders: list[Path], report: Report) -> Shards:
     report.each("error", (f"{wrong}." for wrong in broken), "Download this file again.")
     for name in set(gone) - set(needed):
         report.warn(
-            f"The shard {name} is missing; it holds vision tensors only, which text never reads.",
+            f"The shard {show_path(name)} is missing; it holds only vision tensors, "
+            "which text never reads.",
             "Nothing to do for text.",
         )
     if index:
@@ -212,7 +216,12 @@ def find_shards(folders: list[Path], report: Report) -> Shards:
 
 
 def _missing_text(folder: Path, gone: list[str], total: int, index: Index | None) -> str:
-    counted = [f"{n} ({index.text[n] + index.vision[n]} tensors)" if index else n for n in gone]
+    counted = [
+        f"{show_path(n)} ({count_of(index.text[n] + index.vision[n], 'tensor')})"
+        if index
+        else show_path(n)
+        for n in gone
+    ]
     verb = "is" if len(gone) == 1 else "are"
     return f"{len(gone)} of {total} shards {verb} missing from {show_path(folder)}: " + (
         listing(counted, 100) + "."
@@ -230,7 +239,7 @@ def _find_one(folders: list[Path], name: str, report: Report) -> tuple[Path | No
     sizes = {os.stat(real).st_size for _, real in found}
     if len(sizes) > 1:
         report.error(
-            f"The shard {name} lies in several folders with different sizes: "
+            f"The shard {show_path(name)} lies in several folders with different sizes: "
             + ", ".join(f"{show_path(p)} ({os.stat(r).st_size} bytes)" for p, r in found)
             + ".",
             "Keep the right one and remove or rename the others.",

@@ -109,8 +109,7 @@ class SequenceState:
             layer: torch.zeros(kda.heads, kda.head_dim, kda.head_dim) for layer in spec.kda_layers
         }
         self.conv = {
-            layer: torch.zeros(3, kda.conv - 1, kda.width, dtype=dtype)
-            for layer in spec.kda_layers
+            layer: torch.zeros(3, kda.conv - 1, kda.width, dtype=dtype) for layer in spec.kda_layers
         }
         self.latents = {layer: Latents(ledger, mla.latent, dtype) for layer in spec.mla_layers}
 

@@ -12,6 +12,7 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import CheckpointError
-from .findings import Report, listing
+from .findings import Report, count_of, listing
 from .headers import HeaderEntry, read_header
 from .inventory import (
     BF16_KEYS,
@@ -97,12 +98,14 @@ class Survey:
         self.expert_dtype = "U8" if spec.moe and spec.moe.format == "mxfp4" else ""
         self._layer_prefix = f"{spec.prefix}model.layers."
         self._wanted_layers: dict[tuple[str, str], dict[str, TensorSpec]] = {}
-        self._wanted_global = {self._global_name(t.name): t for t in spec.global_tensors()}
+        # a head that is stored although the config ties it is used: transformers does the same
+        whole = replace(spec, tie_embeddings=False).global_tensors()
+        self._wanted_global = {self._global_name(t.name): t for t in whole}
         self._vision = {t.name: t for t in spec.vision_tensors()}
         self._vision_seen: set[str] = set()
         self._rows = expert_rows(spec) if spec.moe else []
         keys = MXFP4_KEYS if spec.moe and spec.moe.format == "mxfp4" else BF16_KEYS
-        self._parts = {key: number for number, key in enumerate(keys)}
+        self.part_numbers = {key: number for number, key in enumerate(keys)}
         self._other_dtype: Counter[str] = Counter()
         self._unexpected: list[str] = []
         self._ignored: Counter[str] = Counter()
@@ -115,26 +118,31 @@ class Survey:
             number, _, local = name[len(self._layer_prefix) :].partition(".")
             layer = _number(number, len(self.spec.layers))
             if layer < 0:
-                self._unexpected.append(name)
+                self._not_ours(entry)
             elif local.startswith(EXPERTS) and self.spec.layers[layer].ffn == "moe":
                 self._add_expert(entry, file, layer, local)
             else:
                 self._add_trunk(entry, file, layer, local)
-        elif self.spec.vision and name.startswith(VISION_PREFIXES):
+        elif self.spec.family == "kimi_k3" and name.startswith(VISION_PREFIXES):
             self._add_vision(entry)
         elif self._global_name(name) in self._wanted_global and name.startswith(self.spec.prefix):
             local = self._global_name(name)
             self._keep(self.globals, local, self._wanted_global[local], entry, file)
-        elif name == f"{self.spec.prefix}lm_head.weight" and self.spec.tie_embeddings:
-            self._ignored["lm_head.weight (the config ties it to the embedding)"] += 1
         else:
-            self._unexpected.append(name)
+            self._not_ours(entry)
+
+    def _not_ours(self, entry: HeaderEntry) -> None:
+        if entry.end > entry.begin:
+            self._unexpected.append(entry.name)
+        else:  # transformers writes a shared expert of width 0 where there is none
+            self._ignored["of no elements"] += 1
 
     def _global_name(self, name: str) -> str:
         local = name[len(self.spec.prefix) :]
         return local[6:] if local.startswith("model.") else local
 
-    def _wanted(self, layer: int) -> dict[str, TensorSpec]:
+    def wanted(self, layer: int) -> dict[str, TensorSpec]:
+        """Predicted trunk tensors of one layer by local name, in the order of the spec."""
         kind = self.spec.layers[layer]
         key = (kind.attention, kind.ffn)
         if key not in self._wanted_layers:
@@ -144,14 +152,14 @@ class Survey:
         return self._wanted_layers[key]
 
     def _add_trunk(self, entry: HeaderEntry, file: int, layer: int, local: str) -> None:
-        wanted = self._wanted(layer)
+        wanted = self.wanted(layer)
         if local not in wanted and self.spec.layers[layer].ffn == "dense":
             # transformers writes a dense layer's MLP under the name of an MoE layer's
             local = local.replace("block_sparse_moe.", "mlp.", 1)
         if local in wanted:
             self._keep(self.trunk[layer], local, wanted[local], entry, file)
         else:
-            self._unexpected.append(entry.name)
+            self._not_ours(entry)
 
     def _keep(
         self, place: dict[str, Tensor], local: str, want: TensorSpec, entry: HeaderEntry, file: int
@@ -196,12 +204,12 @@ class Survey:
         moe = self.spec.moe
         assert moe is not None
         number, _, key = local[len(EXPERTS) :].partition(".")
-        expert, part = _number(number, moe.experts), self._parts.get(key, -1)
+        expert, part = _number(number, moe.experts), self.part_numbers.get(key, -1)
         if expert < 0 or part < 0:
             if expert >= 0 and moe.format == "mxfp4" and key.endswith(".weight_shape"):
-                self._ignored["weight_shape (the config says the shapes)"] += 1
+                self._ignored["weight_shape, since the config says the shapes"] += 1
             else:
-                self._unexpected.append(entry.name)
+                self._not_ours(entry)
             return
         _, dtype, shape = self._rows[part]
         if entry.shape != shape and squeezed(entry.shape) != squeezed(shape):
@@ -257,7 +265,7 @@ class Survey:
                 yield tensor.name
         for layer in spec.layers:
             prefix = f"{self._layer_prefix}{layer.index}."
-            for local in self._wanted(layer.index):
+            for local in self.wanted(layer.index):
                 if local not in self.trunk[layer.index]:
                     yield prefix + local
             if layer.ffn == "moe":
@@ -268,7 +276,7 @@ class Survey:
         place = self.experts.get(layer)
         if place is None:
             place = LayerExperts(self.spec.moe.experts, len(self._rows))
-        keys = list(self._parts)
+        keys = list(self.part_numbers)
         for expert, part in np.argwhere(place.offsets() < 0):
             yield f"{prefix}{expert}.{keys[part]}"
 
@@ -290,13 +298,15 @@ class Survey:
         vision = [n for n in self._vision if n not in self._vision_seen and hash(n) not in excused]
         if vision:
             self.report.warn(
-                f"{len(vision)} vision tensors are missing: {listing(vision, 3)}.",
+                f"{count_of(len(vision), 'vision tensor')} missing: {listing(vision, 3)}.",
                 "Nothing to do for text, which never reads them.",
             )
+        if self.spec.tie_embeddings and "lm_head.weight" in self.globals:
+            self.report.note("The config ties the head to the embedding; the stored head is used.")
         for what, count in sorted(self._ignored.items()):
-            self.report.note(f"{count} tensors are ignored: {what}.")
+            self.report.note(f"Ignored: {count_of(count, 'tensor')}, {what}.")
         for what, count in sorted(self._other_dtype.items()):
-            self.report.note(f"{count} tensors are stored as {what}; they are used as stored.")
+            self.report.note(f"Used as stored: {count_of(count, 'tensor')} in {what}.")
 
 
 def compare_index(
@@ -326,7 +336,7 @@ def compare_index(
     extra = np.nonzero(~np.isin(seen, mixed))[0]
     if len(extra):
         report.warn(
-            f"{len(extra)} tensors are in the shards but not in the index.",
+            f"In the shards but not in the index: {count_of(len(extra), 'tensor')}.",
             "The headers count; the index may be out of date.",
         )
     return excused

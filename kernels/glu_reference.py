@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 
 
-def situ(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
+def situ(
+    gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None
+) -> torch.Tensor:
     """``gate``, ``up`` [R, N] -> [R, N] in their dtype.  The sigmoid sees the raw gate."""
     a, b = gate.float(), up.float()
     capped = b if linear_beta is None else linear_beta * torch.tanh(b / linear_beta)

@@ -55,7 +55,7 @@ def decode(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 class Mxfp4Weight:
-    """A packed weight [N, K] that decodes rows on demand (``packed``, ``scale`` may be unaligned)."""
+    """A packed weight [N, K] that decodes rows on demand; its bytes may lie at any address."""
 
     def __init__(self, packed: torch.Tensor, scale: torch.Tensor) -> None:
         self.packed, self.scale = packed, scale

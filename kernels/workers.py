@@ -50,10 +50,12 @@ class Workers:
                 task(i)
             return
         numbers = itertools.count()  # next() is atomic
+        inference = torch.is_inference_mode_enabled()  # a thread's own, and tensors remember it
 
         def drain() -> None:
-            while (i := next(numbers)) < count:
-                task(i)
+            with torch.inference_mode(inference):
+                while (i := next(numbers)) < count:
+                    task(i)
 
         helpers = [self._pool.submit(drain) for _ in range(min(self.threads, count) - 1)]
         try:

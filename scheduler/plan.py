@@ -93,14 +93,13 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
             f"Give --ram {-(-least // 10**6)}M or more, fewer sessions or a shorter context.",
             missing=least - limits.total,
         )
-    while rows > ROW_TILE and fixed + demand.working(rows) + one + ring + _head_buffer(
-        demand
-    ) > limits.total:
+    while (
+        rows > ROW_TILE
+        and fixed + demand.working(rows) + one + ring + _head_buffer(demand) > limits.total
+    ):
         rows -= ROW_TILE
     room = limits.total - fixed - demand.working(rows)
-    want = min(demand.top_k, demand.experts) * demand.slot
-    trunk = _hold_trunk(demand, room - want) or _hold_trunk(demand, room - one)
-    assert trunk is not None, "the smallest plan was checked to fit"
+    trunk = _beside_slots(demand, limits, room)
     free = room - trunk.bytes - trunk.buffers
     slots = _slots(demand, limits, free)
     purposes = (
@@ -129,6 +128,19 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
         layer_sizes=tuple(demand.layers),
         notes=limits.notes,
     )
+
+
+def _beside_slots(demand: Demand, limits: Limits, room: int) -> _Trunk:
+    """The trunk beside the slots of one token's experts, or as many of them as fit; slots that
+    ``limits.cache`` forbids leave their room to the trunk."""
+    slots = min(demand.top_k, demand.experts)
+    if limits.cache is not None and slots:
+        slots = max(1, min(slots, limits.cache // demand.slot))
+    for count in range(slots, min(1, slots) - 1, -1):
+        trunk = _hold_trunk(demand, room - count * demand.slot)
+        if trunk is not None:
+            return trunk
+    raise AssertionError("the smallest plan was checked to fit")
 
 
 def _head_buffer(demand: Demand) -> int:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import SlotsExhausted
-from ..tiers.base import Buffer, CachePolicy, PageId, Tier, Ticket
+from ..tiers.base import Buffer, CachePolicy, PageId, Ticket, Tier
 
 
 @dataclass
@@ -33,13 +33,17 @@ class Counts:
 
     def minus(self, other: Counts) -> Counts:
         """The counts since ``other`` was taken."""
-        return Counts(*(a - b for a, b in zip(self.values(), other.values(), strict=True)))
-
-    def values(self) -> tuple[int, int, int, int, int, float]:
-        return (self.requests, self.hits, self.late, self.misses, self.bytes, self.wait_seconds)
+        return Counts(
+            self.requests - other.requests,
+            self.hits - other.hits,
+            self.late - other.late,
+            self.misses - other.misses,
+            self.bytes - other.bytes,
+            self.wait_seconds - other.wait_seconds,
+        )
 
     def copy(self) -> Counts:
-        return Counts(*self.values())
+        return replace(self)
 
 
 class _Lease:
@@ -51,6 +55,7 @@ class _Lease:
         self.coming: set[PageId] = set()  # pinned, loading
         self.wanted = list(pages)  # neither
         self.held: PageId | None = None
+        self.looked = False  # at all wanted pages, once
 
     def pinned(self) -> set[PageId]:
         return {*self.ready, *self.coming, *([self.held] if self.held is not None else [])}
@@ -105,9 +110,8 @@ class ExpertStore:
 
     # ---- the walk ----
 
-    def _walk(self, lease: _Lease) -> Iterator[tuple[PageId, Buffer]]:
+    def _walk(self, lease: _Lease) -> Generator[tuple[PageId, Buffer], None, None]:
         with self._change:
-            self.counts.requests += len(lease.wanted)
             self._take_residents(lease)
         while True:
             with self._change:
@@ -145,6 +149,7 @@ class ExpertStore:
         lease.wanted = absent
 
     def _take(self, page: PageId, lease: _Lease) -> None:
+        self.counts.requests += 1
         self.counts.hits += 1
         self._policy.hit(page)
         self._pin(page)
@@ -153,8 +158,16 @@ class ExpertStore:
     def _start_reads(self, lease: _Lease) -> None:
         """Join loads of others and start own ones while slots and the in-flight bound allow."""
         left, room = [], True
-        for page in lease.wanted:
+        # Only another lease can have changed what lies behind the first page without room; alone,
+        # a walk over n pages must not look at all of them n times.
+        alone = lease.looked and len(self._leases) == 1
+        lease.looked = True
+        for i, page in enumerate(lease.wanted):
+            if alone and not room:
+                left += lease.wanted[i:]
+                break
             if page in self._loading:
+                self.counts.requests += 1
                 self.counts.late += 1
                 self._pin(page)
                 lease.coming.add(page)
@@ -168,16 +181,22 @@ class ExpertStore:
         lease.wanted = left
 
     def _begin(self, page: PageId, lease: _Lease) -> None:
+        size = self._tier.size(page)
         slot = self._free.pop() if self._free else self._evict()
+        self.counts.requests += 1
         self.counts.misses += 1
-        self.counts.bytes += self._tier.size(page)
+        self.counts.bytes += size
         self._failed.pop(page, None)
         self._slot[page] = slot
-        ticket = Ticket(0)
-        self._loading[page] = ticket
+        self._loading[page] = Ticket(0)  # the page counts as loading before its pin is set
         self._pin(page)
         lease.coming.add(page)
-        ticket = self._loading[page] = self._tier.read(page, self._slots[slot])
+        try:
+            ticket = self._tier.read(page, self._slots[slot])
+        except BaseException as error:  # a closed tier: an end like that of any other failed read
+            ticket = Ticket(1)
+            ticket.finish(error)
+        self._loading[page] = ticket
         ticket.then(lambda: self._arrived(page, ticket))
 
     def _arrived(self, page: PageId, ticket: Ticket) -> None:
@@ -199,8 +218,6 @@ class ExpertStore:
                 continue
             error = self._failed[page]
             self._unpin(page)
-            if page not in self._pins:  # the last waiter; a later lease may try again
-                del self._failed[page]
             raise error
 
     def _refuse_deadlock(self, lease: _Lease) -> None:
@@ -235,6 +252,7 @@ class ExpertStore:
         self._pins[page] -= 1
         if not self._pins[page]:
             del self._pins[page]
+            self._failed.pop(page, None)  # the last waiter is gone; a later lease may try again
             if page in self._slot and page not in self._loading:
                 self._idle += 1
         self._change.notify_all()

@@ -18,7 +18,7 @@ class Span(NamedTuple):
     """The tokens of one run: ``count`` of them from absolute position ``start``."""
 
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # not the tuple's method
     decode: bool
 
 
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     run: int
     at: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # not the tuple's method
     decode: bool
 
 
@@ -67,10 +67,10 @@ def pack(spans: Sequence[Span]) -> list[Tile]:
 def cut(position: int, waiting: int, budget: int) -> int:
     """How many of ``waiting`` prefill tokens from ``position`` go into a sweep of ``budget``.
 
-    The cut falls on an absolute multiple of the chunk wherever the budget reaches one.
+    The cut falls on an absolute multiple of the chunk: what a budget leaves over must not split
+    one, or the bits would depend on the sweep's other runs.  0 if the budget reaches none; a
+    budget of a whole chunk always does.
     """
     if waiting <= budget:
         return waiting
-    end = position + budget
-    aligned = end // KDA_CHUNK * KDA_CHUNK
-    return (aligned if aligned > position else end) - position
+    return max(0, (position + budget) // KDA_CHUNK * KDA_CHUNK - position)

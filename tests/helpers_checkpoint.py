@@ -5,6 +5,7 @@ The writer here is not the package's: it lays tensors out in any order and write
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -13,13 +14,15 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from k3offload.errors import K3Error
 from k3offload.make_tiny import make_tiny
 
 INDEX = "model.safetensors.index.json"
 BITS = {"BF16": 16, "F16": 16, "F32": 32, "U8": 8, "I64": 64, "I32": 32}
+_FOLDERS: list[TemporaryDirectory[str]] = []
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -33,9 +36,19 @@ class Raw(NamedTuple):
 
 @cache
 def _made(size: str, overrides: tuple[tuple[str, Any], ...]) -> Path:
-    folder = Path(mkdtemp(prefix="k3-test-"))
-    make_tiny(folder / "m", size=size, seed=0, **dict(overrides))
-    return folder / "m"
+    _FOLDERS.append(TemporaryDirectory(prefix="k3-test-"))  # removed when the process ends
+    folder = Path(_FOLDERS[-1].name) / "m"
+    make_tiny(folder, size=size, seed=0, **dict(overrides))
+    return folder
+
+
+def problem_of(call: Callable[[], object]) -> str | None:
+    """What our error says when ``call`` is refused, None when it is not."""
+    try:
+        call()
+    except K3Error as error:
+        return error.problem
+    return None
 
 
 def tiny(out: Path, size: str = "nano", **overrides: Any) -> Path:
@@ -62,7 +75,9 @@ def read_shard(path: Path) -> dict[str, Raw]:
     return out
 
 
-def write_raw(path: Path, header: str | bytes, data: bytes = b"", length: int | None = None) -> Path:
+def write_raw(
+    path: Path, header: str | bytes, data: bytes = b"", length: int | None = None
+) -> Path:
     """A file with exactly this header text and data; ``length`` overrides the declared length."""
     text = header.encode() if isinstance(header, str) else header
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
@@ -110,7 +125,7 @@ def split(folder: Path, count: int) -> None:
         path.unlink()
     names = list(everything)
     cuts = [len(names) * i // count for i in range(count + 1)]
-    runs = [names[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+    runs = [names[begin:end] for begin, end in itertools.pairwise(cuts)]
     for number, run in enumerate(runs, 1):
         name = f"model-{number:05d}-of-{len(runs):06d}.safetensors"
         write_shard(folder / name, {n: everything[n] for n in run})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from k3offload import headers
 from k3offload.errors import CheckpointError
 from k3offload.headers import HeaderEntry, read_header
-from tests.helpers_checkpoint import write_raw
+from tests.helpers_checkpoint import problem_of, write_raw
 
 F32_2 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -65,7 +65,7 @@ def test_malformed_header_is_refused_naming_file_and_tensor(tmp_path: Path, kind
 
 TEXTS: dict[str, str | bytes] = {
     "duplicate-tensor": '{"t": %s, "t": %s}' % ((json.dumps(F32_2),) * 2),
-    "duplicate-field": '{"t": {"dtype": "F32", "dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}',
+    "duplicate-field": '{"t": {"dtype": "F32", "shape": [2], "shape": [2], "data_offsets": [0,8]}}',
     "not-json": "{nothing",
     "a-list": "[1, 2]",
     "a-number": "7",
@@ -200,20 +200,23 @@ def test_unreadable_file(tmp_path: Path) -> None:
 def test_any_bytes_give_entries_or_our_error(tmp_path_factory: Any, blob: bytes) -> None:
     path = tmp_path_factory.mktemp("any") / "x.safetensors"
     path.write_bytes(blob)
-    try:
-        read(path)
-    except CheckpointError as error:
-        assert "x.safetensors" in error.problem
+    assert "x.safetensors" in (problem_of(lambda: read(path)) or "x.safetensors")
 
 
 @given(
     st.dictionaries(
         st.text(max_size=5),
         st.recursive(
-            st.none() | st.booleans() | st.integers(-5, 1 << 70) | st.floats() | st.text(max_size=4),
-            lambda inner: st.lists(inner, max_size=3)
-            | st.dictionaries(
-                st.sampled_from(["dtype", "shape", "data_offsets", "x"]), inner, max_size=4
+            st.none()
+            | st.booleans()
+            | st.integers(-5, 1 << 70)
+            | st.floats()
+            | st.text(max_size=4),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(["dtype", "shape", "data_offsets", "x"]), inner, max_size=4
+                )
             ),
             max_leaves=12,
         ),
@@ -222,7 +225,4 @@ def test_any_bytes_give_entries_or_our_error(tmp_path_factory: Any, blob: bytes)
 )
 def test_any_json_object_gives_entries_or_our_error(tmp_path_factory: Any, value: Any) -> None:
     path = write_raw(tmp_path_factory.mktemp("any") / "x.safetensors", json.dumps(value), b"\0" * 8)
-    try:
-        read(path)
-    except CheckpointError as error:
-        assert "x.safetensors" in error.problem
+    assert "x.safetensors" in (problem_of(lambda: read(path)) or "x.safetensors")

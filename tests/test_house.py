@@ -24,16 +24,17 @@ FOLDERS = ("kernels", "tiers", "scheduler")
 
 #: Every file of the package belongs to one group.  A folder's files go by the folder's name.
 GROUPS = {
-    "leaf": "config errors machine paths registry trace",
+    "leaf": "config errors machine paths registry",
     "spec": "spec inventory config_fields config_read",
-    "data": "checkpoint headers shards findings survey check_values "
+    "data": "checkpoint headers json_stream shards findings find survey check_values "
     "tokenizer tokenizer_json textstream sampling",
-    "tiny": "tiny_config tiny_full tiny_recipes tiny_write",
+    "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "state weights",
-    "model": "model layer_kda layer_mla layer_moe layer_attnres",
+    "model": "model layer_kda layer_mla layer_moe",
     "session": "session",
-    "engine": "engine budget warmup generate chat",
-    "edge": "check inspect make_tiny progress server batch doctor report",
+    "engine": "engine budget warmup generate",
+    "edge": "check inspect make_tiny progress report",
+    "command": "run_generate run_logits",
     "cli": "cli",
     "root": "__init__ __main__",
 }
@@ -51,7 +52,8 @@ ALLOWED = {
     "session": "model state spec data tiers scheduler kernels",
     "engine": "session model state spec data tiers scheduler kernels",
     "edge": "engine session state spec data tiers scheduler kernels tiny",
-    "cli": "edge engine session state spec data tiers scheduler kernels tiny root",
+    "command": "edge engine session model state spec data tiers scheduler kernels",
+    "cli": "command edge engine session state spec data tiers scheduler kernels tiny root",
     "root": "cli edge engine session state spec data tiers scheduler kernels",
 }
 LONELY = ("edge",)  # files of these groups never import one another

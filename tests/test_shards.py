@@ -189,11 +189,12 @@ def test_a_folder_in_a_shards_place(tmp_path: Path) -> None:
 def test_shards_over_several_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny(tmp_path / "m")
     drives = [tmp_path / "drive a", tmp_path / "drive-b"]
+    every = shards(folder)
     for number, drive in enumerate(drives):
         drive.mkdir()
-        for path in shards(folder)[number::2]:
+        for path in every[number::2]:
             path.rename(drive / path.name)
-    assert "12 of 12 shards are missing" in refused(folder)
+    assert "10 of 12 shards are missing" in refused(folder)  # two hold vision only
     checkpoint = Checkpoint.open(folder, extra_folders=drives)
     assert {path.parent for path in checkpoint.files} == set(drives)
     monkeypatch.setenv("K3_MODEL_FOLDERS", os.pathsep.join(map(str, drives)))
@@ -243,10 +244,12 @@ def test_shards_in_subfolders(tmp_path: Path) -> None:
 def test_unsafe_shard_names(tmp_path: Path, name: str) -> None:
     """An index may not lead out of the model folder."""
     assert not safe_shard_name(name)
+    if name.startswith("\ud800"):
+        return  # the parser replaces it before the name gets here
     folder = tiny(tmp_path / "m")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a.b": name}}))
     problem = refused(folder)
-    assert "'a.b'" in problem or "not valid JSON" in problem
+    assert "'a.b'" in problem
     assert INDEX in problem
 
 
@@ -259,11 +262,12 @@ def test_safe_shard_names() -> None:
     "text",
     [
         "", "{", "[]", "{}", "7", '{"weight_map": []}', '{"weight_map": {}}', "\xff",
-        '{"weight_map": {"a": 1}}', '{"weight_map": {"a": {"b": "c"}}}', '{"weight_map": {"a": null}}',
+        '{"weight_map": {"a": 1}}', '{"weight_map": {"a": {"b": "c"}}}', '{"weight_map": {"a":0}}',
         '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "[" * 100_000,
-        '{"weight_map": {"a": "x.safetensors"',
+        '{"weight_map": {"a": "x.safetensors"', '{"weight_map": {"a": ' + "[" * 100_000,
+        '{"weight_map": {"a": "x.safetensors"}} 7', '{"x": 1, "x": 2}',
     ],
-    ids=range(14),
+    ids=range(17),
 )  # fmt: skip
 def test_malformed_index(tmp_path: Path, text: str) -> None:
     path = tmp_path / INDEX

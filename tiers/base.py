@@ -16,14 +16,14 @@ Buffer = npt.NDArray[np.uint8]  #: one-dimensional bytes
 
 
 class PageId(NamedTuple):
-    """The unit that moves: one routed expert of one layer, or (``expert == -1``) its trunk share."""
+    """The unit that moves: a routed expert of a layer, or (``expert == -1``) its trunk share."""
 
     layer: int
     expert: int
 
 
 class Location(NamedTuple):
-    """``length`` bytes at ``offset`` of file number ``file`` (absolute, from the file's first byte)."""
+    """``length`` bytes at ``offset`` (from the file's first byte) of file number ``file``."""
 
     file: int
     offset: int
@@ -31,7 +31,7 @@ class Location(NamedTuple):
 
 
 class Ticket:
-    """A copy under way, made of ``parts`` pieces; done when the last piece is, or when one fails."""
+    """A copy under way, made of ``parts`` pieces; done when the last of them has ended."""
 
     def __init__(self, parts: int) -> None:
         self._left = parts

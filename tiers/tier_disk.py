@@ -92,7 +92,8 @@ class DiskTier:
         """Start reading ``page`` into the slot ``into`` (aligned; laid out by ``windows``)."""
         extents = self._locate(page)
         starts, size = windows(extents)
-        assert into.size >= size and into.ctypes.data % READ_ALIGN == 0
+        assert into.size >= size
+        assert into.ctypes.data % READ_ALIGN == 0
         ticket = Ticket(len(extents))
         for extent, start in zip(extents, starts, strict=True):
             skew = extent.offset % READ_ALIGN
@@ -159,8 +160,9 @@ class DiskTier:
             self.counts.overhead += window.size - extent.length
 
     def _fill(self, file: int, begin: int, window: Buffer, needed: int) -> None:
-        view, done = memoryview(window), 0
+        view, done, stalled = window.data, 0, 0
         while done < needed:
+            before = done
             with self._handle(file) as (fd, direct):
                 try:
                     got = os.preadv(fd, [view[done:]], begin + done)
@@ -180,6 +182,17 @@ class DiskTier:
                     )
                 if direct:
                     done -= done % READ_ALIGN  # a short direct read may end anywhere
+                stalled = stalled + 1 if done <= before else 0
+                if stalled > RETRIES:
+                    self._unstick(file, direct)
+                    stalled = 0
+
+    def _unstick(self, file: int, direct: bool) -> None:
+        """Reads that end short without getting on: buffered ones need no whole blocks."""
+        if not direct:
+            raise OSError(errno.EIO, "reads return no bytes before the end of the file")
+        with self._handle(file) as (fd, _):
+            self._give_up_direct(file, fd)
 
     def _read_error(self, extent: Location, why: str) -> ReadError:
         return ReadError(
@@ -246,6 +259,7 @@ def _group(
     """Cut and join ``pieces`` into reads of at most ``STAGING`` bytes, in file order."""
     cut: list[tuple[Location, Buffer]] = []
     for location, target in pieces:
+        assert target.size == location.length
         for at in range(0, location.length, STAGING):
             n = min(STAGING, location.length - at)
             cut.append((Location(location.file, location.offset + at, n), target[at : at + n]))

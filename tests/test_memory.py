@@ -1,0 +1,231 @@
+"""Memory is what the plan says: measured in processes of their own.
+
+R02 and R03 (the budget is kept and used), R35 (loading), R65 (open files), R70 (nothing grows).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import k3offload.engine
+from k3offload.engine import load
+from k3offload.machine import Machine
+from tests.helpers_checkpoint import run_python, split, tiny
+from tests.helpers_engine import BRIEF, checkpoint
+
+MB = 1 << 20
+#: 74 MB of experts in 480 pages, 30 MB of trunk
+STREAMED: dict[str, Any] = {
+    "size": "small", "layers": 6, "experts": 96, "moe_inter": 384, "expert_mode": "bytes",
+    "attn_res": 3, "vision": False,
+}  # fmt: skip
+#: 130 MB of trunk, the largest tensor 34 MB
+TRUNK: dict[str, Any] = {
+    "size": "small", "layers": 3, "hidden": 1024, "dense_inter": 8192, "vocab": 16_384,
+    "expert_mode": "bytes", "experts": 8, "vision": False,
+}  # fmt: skip
+
+HEAD = """
+import gc, json, os, sys
+from pathlib import Path
+import psutil
+from k3offload import errors
+from k3offload.engine import load
+from k3offload.generate import Done
+from k3offload.machine import peak_rss
+from k3offload.sampling import Sampling
+folder, arguments = sys.argv[1], json.loads(sys.argv[2])
+me = psutil.Process()
+def settled():
+    gc.collect()
+    return me.memory_info().rss
+"""
+
+RUN = (
+    HEAD
+    + """
+options = arguments["options"]
+if arguments["least"] is not None:
+    try:
+        load(folder, **options, ram=1)
+    except errors.DoesNotFit as refusal:
+        options["ram"] = refusal.missing + 1 + arguments["least"]
+with load(folder, **options) as engine:
+    loaded = peak_rss()
+    with engine.session() as session:
+        session.append([i * 7 % 256 for i in range(arguments["prompt"])])
+        if arguments["new"]:
+            *_, done = session.generate(arguments["new"], Sampling(ignore_end=True))
+            assert isinstance(done, Done) and done.finish_reason == "length", done
+    plan = engine.plan
+    print(json.dumps({
+        "peak": peak_rss(), "loaded": loaded, "plan": plan.total, "limit": plan.limit,
+        "slots": plan.slots, "experts": plan.experts, "streamed":
+        len(plan.layer_sizes) - len(plan.resident_layers), "purposes": dict(plan.purposes),
+    }))
+"""
+)
+
+
+def measure(code: str, folder: Path, **arguments: Any) -> dict[str, Any]:
+    """What ``code`` prints as JSON in a process of its own."""
+    run = run_python(code, [str(folder), json.dumps(arguments)])
+    assert run.returncode == 0, run.stderr.decode()
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def keeps_its_word(found: dict[str, Any]) -> None:
+    """peak <= plan, and not less than 3 % or 32 MB below it."""
+    assert found["peak"] <= found["plan"] <= found["limit"], found
+    assert found["peak"] >= found["plan"] - max(0.03 * found["plan"], 32 * MB), found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "prompt", "new", "sweep", "least"),
+    [
+        ("bfloat16", 100, 20, 100, None),
+        ("float32", 100, 20, 100, None),
+        ("bfloat16", 600, 1, 512, None),
+        ("float32", 600, 1, 512, None),
+        ("bfloat16", 100, 3, 128, 8 * MB),
+    ],
+)
+def test_peak_is_the_plan_r02(
+    dtype: str, prompt: int, new: int, sweep: int, least: int | None
+) -> None:
+    """Everything resident, a long prompt, and trunk and experts streaming in little memory."""
+    options = {"dtype": dtype, "context": prompt + new, "sweep": sweep}
+    found = measure(
+        RUN, checkpoint(**STREAMED), options=options, prompt=prompt, new=new, least=least
+    )
+    keeps_its_word(found)
+    if least is None:
+        assert found["slots"] == found["experts"] == 480 and not found["streamed"]
+    else:
+        assert found["streamed"] and found["slots"] < 120
+
+
+def test_loading_holds_one_tensor_more_at_most_r35() -> None:
+    found = measure(
+        RUN, checkpoint(**TRUNK), options={"context": 64, "sweep": 64}, prompt=1, new=0, least=None
+    )
+    later = ("sequence state", "working set", "decoding tables")
+    due = sum(n for name, n in found["purposes"].items() if not name.startswith(later))
+    largest = 16_384 * 1024 * 2
+    assert found["purposes"]["trunk, resident"] > 3 * largest
+    assert found["loaded"] <= due + largest, found
+    assert found["loaded"] <= found["plan"]
+
+
+REQUESTS = (
+    HEAD
+    + """
+files, rss, threads = [], [], []
+for cycle in range(50):
+    with load(folder, threads=2) as engine:
+        if cycle % 10 == 9:
+            with engine.session() as session:
+                session.append(range(cycle))
+                session.logits()
+    files.append(me.num_fds()); threads.append(me.num_threads())
+    if cycle % 10 == 9:
+        rss.append(settled())
+slope = []
+with load(folder, threads=2, context=3000, sessions=2) as engine:
+    def stop(layer):
+        if layer == 2:
+            raise ValueError
+    for number in range(110):
+        with engine.session() as session:
+            session.append(range(1 + number * 13 % 90))
+            if number % 10 == 3:
+                engine.hooks.before_layer = stop
+                try:
+                    session.logits()
+                except ValueError:
+                    pass
+                engine.hooks.before_layer = lambda layer: None
+            elif number % 10 == 6:
+                next(session.generate(5))
+            else:
+                list(session.generate(1 + number % 2))
+        if number % 10 == 9:
+            slope.append(settled())
+    before = settled()
+    with engine.session() as session:
+        session.append([i % 256 for i in range(1500)])
+        session.logits()
+    with engine.session() as session:
+        session.append([1])
+        session.logits()
+    after, left = settled(), engine._ledger.used
+print(json.dumps({"files": files, "rss": rss, "threads": threads, "slope": slope,
+                  "before": before, "after": after, "left": left}))
+"""
+)
+
+
+def test_nothing_grows_r65_r70() -> None:
+    """Fifty loads, then 110 requests of mixed length with errors and cancellations."""
+    found = measure(REQUESTS, checkpoint(**BRIEF))
+    files, rss, slope = found["files"], found["rss"], found["slope"]
+    assert files[-1] == files[5]
+    assert found["threads"][-1] == found["threads"][5]
+    assert rss[-1] - rss[0] < 8 * MB, rss
+    assert slope[-1] - slope[2] < 1 * MB, slope
+    assert found["after"] - found["before"] < 0.1 * found["before"]
+    assert found["left"] == 0
+
+
+MANY = """
+import json, resource, sys
+from k3offload.engine import load
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+with load(sys.argv[1], cache=200_000) as engine, engine.session() as session:
+    session.append(range(90))
+    print(json.dumps([float(x) for x in session.logits()[:9]]))
+"""
+
+
+def test_three_hundred_shards_and_few_handles_r65(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "m", **BRIEF)
+    with load(folder, cache=200_000) as engine, engine.session() as session:
+        session.append(range(90))
+        wanted = [float(x) for x in session.logits()[:9]]
+    split(folder, 300)
+    run = run_python(MANY, [str(folder)])
+    assert run.returncode == 0, run.stderr.decode()
+    assert json.loads(run.stdout) == wanted
+
+
+def _fake_machine(monkeypatch: pytest.MonkeyPatch, free: int, cgroup: int | None = None) -> None:
+    """A machine on which this process has 300 MB and ``free`` bytes in all."""
+    own = 300 * MB
+    machine = Machine(physical=1 << 50, available=free - own, cgroup=cgroup, rss=own)
+    monkeypatch.setattr(k3offload.engine, "read_machine", lambda: machine)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_the_default_budget_follows_free_memory_r03(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a flag, expert slots take what is free once the trunk has its place; the tightest
+    control group counts as the machine does."""
+    folder = checkpoint(**STREAMED)
+    _fake_machine(monkeypatch, 4_000 * MB)
+    with load(folder, sweep=64) as engine:
+        assert engine.plan.slots == 480
+        room = 480 * engine.plan.slot_bytes
+        rest = engine.plan.total - room
+    free = int((rest + share * room + 4 * MB) / 0.9)
+    for machine in ({"free": free}, {"free": 1 << 40, "cgroup": free}):
+        _fake_machine(monkeypatch, **machine)
+        with load(folder, sweep=64) as engine:
+            assert engine.plan.total <= engine.plan.limit <= 0.91 * free
+            assert abs(engine.plan.slots / 480 - share) < 0.15
+            assert len(engine.plan.resident_layers) == 6
