@@ -127,7 +127,7 @@ def working_set(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
     moments = [
         ROW_TILE * kda.width * (6 * a + 52) if spec.kda_layers else 0,
         group * (query * (a + 4) + mla.heads * mla.v * 12 + h * a * 2) if spec.mla_layers else 0,
-        ROW_TILE * spec.dense_width * (3 * a + 24),
+        ROW_TILE * spec.dense_width * (3 * a + 28),
         ROW_TILE * h * 4 * (sums + 4) + ROW_TILE * spec.vocab * 4 * 2,
     ]
     if m is not None:

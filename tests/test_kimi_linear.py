@@ -92,7 +92,7 @@ def test_prefill(made: tuple[Path, list[int], Logits]) -> None:
 def test_decode(made: tuple[Path, list[int], Logits]) -> None:
     folder, tokens, reference = made
     with load(folder, dtype="float32") as engine:
-        _judge(reference[:40], logits_of(engine, tokens[:40], decode_from=10))
+        _judge(reference[:24], logits_of(engine, tokens[:24], decode_from=10))
 
 
 def test_greedy_continues_as_transformers_does(made: tuple[Path, list[int], Logits]) -> None:
@@ -100,12 +100,12 @@ def test_greedy_continues_as_transformers_does(made: tuple[Path, list[int], Logi
     model = transformers.KimiLinearForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     wanted: list[int] = []
     with torch.no_grad():
-        for _ in range(6):
+        for _ in range(3):
             row = model(torch.tensor([tokens + wanted])).logits[0, -1]
             assert row.topk(2).values.diff().abs() > 1e-3  # no tie that rounding could flip
             wanted.append(int(row.argmax()))
     with load(folder, dtype="float32") as engine:
-        assert greedy(engine, tokens, 6) == wanted
+        assert greedy(engine, tokens, 3) == wanted
 
 
 def test_the_hub_form_of_the_config_means_the_same(

@@ -27,7 +27,7 @@ from ..config import READ_ALIGN, align_up
 from ..errors import ReadError
 from .base import Buffer, Location, PageId, Ticket
 
-STAGING = 4 << 20  #: bytes of one reader's staging buffer
+STAGING = 1 << 20  #: bytes of a reader's staging buffer; larger ones were slower (see LOG.md)
 READERS = 8  #: reads in flight
 MAX_OPEN = 64  #: file handles kept open
 RETRIES = 3
