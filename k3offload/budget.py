@@ -12,11 +12,13 @@ from .checkpoint import Checkpoint
 from .config import LATENT_BLOCK, READ_ALIGN, ROW_TILE, align_up
 from .kernels.linear_reference import tile_rows
 from .layer_mla import GROUP_TILES
+from .layer_mla import HEAD_GROUP as MLA_HEADS
+from .layer_moe import EXPERT_ROWS
 from .scheduler.plan import Demand
 from .spec import ModelSpec, TensorSpec
 from .tiers.base import Location
 from .tiers.tier_disk import READERS, STAGING, windows
-from .weights import HEAD_BUFFER, arena_size
+from .weights import arena_size, head_rows
 
 HEAP_SLACK = 20 << 20  #: fragmentation of the C heap and small objects of a running sweep
 KERNEL_CODE = 350_000  #: bytes the matrix library keeps for each shape of a bfloat16 product,
@@ -31,6 +33,7 @@ def demand_of(
     threads: int,
     context: int,
     sessions: int,
+    extra: int = 0,
 ) -> Demand:
     """The demand of ``checkpoint`` for ``sessions`` sequences of up to ``context`` tokens."""
     spec = checkpoint.spec
@@ -40,9 +43,7 @@ def demand_of(
     small = arena_size(
         t for name, t in every.items() if name not in ("embed_tokens.weight", "lm_head.weight")
     )
-    row = embed // spec.vocab
-    step = tile_rows(spec.vocab, spec.hidden)
-    block = min(spec.vocab, max(1, HEAD_BUFFER // max(1, row) // step) * step) * row
+    row = every["embed_tokens.weight"].location.length // spec.vocab
     return Demand(
         base=base,
         tiles=_tiles(spec, dtype, threads),
@@ -51,20 +52,22 @@ def demand_of(
         small=small,
         embed=embed,
         head=head,
-        head_block=block,
+        head_block=head_rows(spec, row) * row,
         state=sessions * state_bytes(spec, dtype, context),
         working=lambda rows: working_set(spec, dtype, rows),
         slot=slot_size(checkpoint),
         experts=spec.expert_count,
         top_k=spec.moe.top_k if spec.moe else 0,
+        extra=extra,
     )
 
 
 def state_bytes(spec: ModelSpec, dtype: torch.dtype, context: int) -> int:
-    """Bytes of one sequence: KDA state, and latents of ``context`` tokens in whole blocks."""
+    """Bytes of one sequence: KDA state, latents of ``context`` tokens in whole blocks, and its
+    last row of logits."""
     tokens = align_up(context, LATENT_BLOCK)
     latents = tokens * spec.latent_bytes_per_token(dtype.itemsize)
-    return spec.kda_state_bytes(dtype.itemsize) + latents
+    return spec.kda_state_bytes(dtype.itemsize) + latents + spec.vocab * 4
 
 
 def slot_size(checkpoint: Checkpoint) -> int:
@@ -91,21 +94,33 @@ def _largest_read(checkpoint: Checkpoint) -> int:
 
 def _tiles(spec: ModelSpec, dtype: torch.dtype, threads: int) -> int:
     """Scratch of the compute threads and code that the matrix library makes for each shape."""
-    expert, narrow, wide = 0, {(0, 0)}, {(0, 0)}
+    coded, tiles, narrow, wide = 0, 1, {(0, 0)}, {(0, 0)}
     for tensor in [*spec.global_tensors(), *_one_of_each(spec)]:
         if len(tensor.shape) != 2 or tensor.shape[0] == 1:
             continue
-        n, k = tensor.shape[0], tensor.shape[1] * (2 if "packed" in tensor.name else 1)
+        packed = "packed" in tensor.name
+        n, k = tensor.shape[0], tensor.shape[1] * (2 if packed else 1)
         step = tile_rows(n, k)
+        tiles = max(tiles, -(-n // step))
         always_float32 = tensor.name.endswith((".gate.weight", "lm_head.weight"))
         shapes = wide if always_float32 or dtype == torch.float32 else narrow
         shapes |= {(step, k), (n % step, k)}
-        if "packed" in tensor.name:
-            expert = max(expert, step * k)
+        if packed:
+            coded = max(coded, int(step * k * (0.5 + 1 + 2)))  # packed, index, bfloat16
+        elif ".experts." in tensor.name:
+            coded = max(coded, step * k * dtype.itemsize)  # copied to an aligned place
     float_tile = max(n * k for n, k in wide) * 4
-    coded = int(expert * (0.5 + 1 + 2))  # packed bytes, index, bfloat16
     code = sum(KERNEL_CODE * (1 + min(2, n * k / 2**19)) for n, k in narrow if n)
-    return threads * (float_tile + coded) + int(code)
+    return min(threads, tiles) * (float_tile + coded) + _heads(spec, threads) + int(code)
+
+
+def _heads(spec: ModelSpec, threads: int) -> int:
+    """What the compute threads hold while each attends with a group of heads, float32."""
+    m, kda = spec.mla, spec.kda
+    groups = -(-m.heads // MLA_HEADS)
+    block = MLA_HEADS * LATENT_BLOCK * (2 * (m.nope + m.v) + m.nope + m.rope + 2 * ROW_TILE) * 4
+    chunk = MLA_HEADS * ROW_TILE * (12 * kda.head_dim + 4 * ROW_TILE) * 4
+    return min(threads, groups) * max(block, chunk)
 
 
 def _one_of_each(spec: ModelSpec) -> list[TensorSpec]:
@@ -131,7 +146,8 @@ def working_set(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
         ROW_TILE * h * 4 * (sums + 4) + ROW_TILE * spec.vocab * 4 * 2,
     ]
     if m is not None:
-        per_row = (m.io + (h if m.shared_width else 0)) * a * 2 + m.top_k * (m.io * a + 24)
-        shared = ROW_TILE * max(m.shared_width, m.width) * (3 * a + 24)
-        moments.append(rows * per_row + shared + ROW_TILE * m.experts * 40)
+        per_row = (m.io + (h if m.shared_width else 0)) * a * 2 + m.top_k * (m.io * a + 48)
+        shared = ROW_TILE * m.shared_width * (3 * a + 24)
+        routed = min(rows, EXPERT_ROWS) * (m.width * (3 * a + 24) + 3 * m.io * a)
+        moments.append(rows * per_row + max(shared, routed) + ROW_TILE * m.experts * 40)
     return kept + max(moments) + HEAP_SLACK

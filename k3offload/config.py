@@ -7,6 +7,8 @@ fixed, not tuned per machine.  ``k3offload inspect --json`` prints them.
 from __future__ import annotations
 
 import re
+import reprlib
+from decimal import Decimal
 from typing import Final
 
 from .errors import UsageError
@@ -25,21 +27,29 @@ CONSTANTS: Final = {
     "tensor_align": TENSOR_ALIGN,
 }
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY: Final = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_LARGEST: Final = 2**63 - 1  #: bytes; more than any machine has
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes from ``"16G"`` (16e9), ``"16GiB"`` (2**34), ``"512M"`` or a plain number of bytes."""
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
-    if not match:
-        raise UsageError(
-            f"{text!r} is not a size.", "Write it like 16G, 16GiB, 512M or 2000000000."
-        )
-    unit = match[2] or ""
-    return int(float(match[1]) * (_BINARY.get(unit) or _UNITS[unit]))
+def parse_size(text: str | int | float) -> int:
+    """Bytes from ``"16G"`` (16e9), ``"16GiB"`` (2**34), ``"512M"`` or a plain number of bytes.
+
+    Exact, also where a float would round.  Raises ``UsageError`` for anything else: words, negative
+    numbers, NaN, ``True``, or more than 2**63 - 1 bytes.
+    """
+    size: Decimal | float | None = None
+    if isinstance(text, str):
+        form = r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmgt]i?)?b?\s*"
+        if match := re.fullmatch(form, text.lower(), re.ASCII):
+            unit = match[2] or ""
+            size = Decimal(match[1]) * (_BINARY.get(unit) or _UNITS[unit])
+    elif isinstance(text, int | float) and not isinstance(text, bool):
+        size = text
+    if size is None or not 0 <= size <= _LARGEST:  # NaN is not between them either
+        shown = f"{Decimal(text):.6g}" if type(text) is int else reprlib.repr(text)
+        raise UsageError(f"{shown} is not a size.", "Write it like 16G, 16GiB or 2000000000.")
+    return int(size)
 
 
 def show_size(n: float) -> str:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakSet
 
 import torch
 
 from .budget import demand_of
 from .checkpoint import Checkpoint
-from .config import parse_size
-from .errors import K3Error, SessionError, UsageError
+from .config import ROW_TILE, parse_size
+from .errors import DoesNotFit, K3Error, SessionError, UsageError
 from .find import find_model
 from .kernels.workers import Workers
 from .machine import Machine, default_threads, read_machine, steady_allocator, trim_allocator
@@ -21,7 +22,7 @@ from .model import Hooks, Model, Run
 from .scheduler.plan import Limits, Plan, make_plan
 from .scheduler.policy_lru import Policy
 from .scheduler.store import Counts, ExpertStore
-from .scheduler.sweep import cut
+from .scheduler.sweep import Span, cut, pack
 from .session import Session
 from .spec import ModelSpec
 from .state import Ledger, SequenceState
@@ -32,6 +33,7 @@ from .tokenizer import Tokenizer
 from .warmup import warm_up
 from .weights import Weights
 
+THREADS_PER_PROCESSOR = 4
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -47,12 +49,17 @@ class Options:
     sweep: int = 512
     threads: int = field(default_factory=default_threads)
 
+    extra: int = 0  # bytes the caller will keep beside the engine
+
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype {self.dtype!r} is not known.", f"Use {' or '.join(DTYPES)}.")
         for name in ("context", "sessions", "sweep", "threads"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}.", "It must be at least 1.")
+        most = THREADS_PER_PROCESSOR * default_threads()
+        if self.threads > most:
+            raise UsageError(f"threads is {self.threads}.", f"Use {most} at most on this machine.")
 
 
 @dataclass(frozen=True)
@@ -90,13 +97,19 @@ def load(
     """
     sizes = {"context": context, "sessions": sessions, "sweep": sweep}
     return open_engine(
-        path, lambda _: sizes, ram=ram, cache=cache, dtype=dtype, threads=threads, watch=watch
+        path,
+        lambda tokenizer, spec: sizes,
+        ram=ram,
+        cache=cache,
+        dtype=dtype,
+        threads=threads,
+        watch=watch,
     )
 
 
 def open_engine(
     path: str | Path,
-    sizes: Callable[[Tokenizer], dict[str, int]],
+    sizes: Callable[[Tokenizer, ModelSpec], dict[str, int]],
     *,
     ram: str | int | None = None,
     cache: str | int | None = None,
@@ -104,8 +117,9 @@ def open_engine(
     threads: int | None = None,
     watch: Watch | None = None,
 ) -> Engine:
-    """``load`` for callers who know ``context``, ``sessions`` and ``sweep`` only once they can
-    count tokens: ``sizes`` gets the tokenizer, before any memory is planned."""
+    """``load`` for callers who know ``context``, ``sessions``, ``sweep`` or ``extra`` (bytes they
+    will keep themselves) only once they can count tokens: ``sizes`` returns them, given the
+    tokenizer and the spec, before any memory is planned."""
     folder = find_model(path)
     checkpoint = Checkpoint.open(folder)
     tokenizer = Tokenizer.load(folder, checkpoint.spec)
@@ -114,7 +128,7 @@ def open_engine(
         cache=None if cache is None else parse_size(cache),
         dtype=dtype,
         threads=default_threads() if threads is None else threads,
-        **sizes(tokenizer),
+        **sizes(tokenizer, checkpoint.spec),
     )
     return Engine(checkpoint, tokenizer, options, watch or Watch())
 
@@ -133,7 +147,13 @@ def limits_of(machine: Machine, options: Options) -> Limits:
         )
     else:
         total = options.ram
-    return Limits(total, options.cache, options.sweep, notes)
+    return Limits(total, options.cache, rows_of(options.sweep), notes)
+
+
+def rows_of(sweep: int) -> int:
+    """Rows that a sweep of ``sweep`` tokens may take, wherever the sweep before it ended."""
+    starts = range(0, ROW_TILE * sweep, sweep)
+    return max(len(pack([Span(start, sweep, False)])) for start in starts) * ROW_TILE
 
 
 class Engine:
@@ -149,34 +169,50 @@ class Engine:
         self._watch = watch
         self._lock = threading.RLock()
         self._closed = False
+        self._passed_over: WeakSet[Session] = WeakSet()  # got nothing in the last sweep
+        self._dtype = DTYPES[options.dtype]
         steady_allocator()
         self._workers = Workers(options.threads)
-        dtype = DTYPES[options.dtype]
-        warm_up(self._workers, dtype)
+        self.disk = DiskTier(
+            checkpoint.files, lambda page: checkpoint.expert(*page).extents, watch.warn
+        )
+        try:
+            self._load(checkpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """Measure, plan, say the plan, and claim what it says."""
+        options = self.options
+        warm_up(self._workers, self._dtype)
         trim_allocator()
         machine = read_machine()
         demand = demand_of(
             checkpoint,
-            dtype,
+            self._dtype,
             base=machine.rss,
             threads=options.threads,
             context=options.context,
             sessions=options.sessions,
+            extra=options.extra,
         )
-        self.plan = make_plan(demand, limits_of(machine, options))
-        watch.plan(self.plan)
-        self.disk = DiskTier(
-            checkpoint.files, lambda page: checkpoint.expert(*page).extents, watch.warn
-        )
+        self.plan: Plan = make_plan(demand, limits_of(machine, options))
+        self._watch.plan(self.plan)
         self.weights = Weights(checkpoint, self.disk, self.plan)
-        self.weights.load(watch.loading)
+        self.weights.load(self._watch.loading)
         self.store: ExpertStore | None = None
         if self.plan.slots:
             slab = Slab(self.plan.slots * self.plan.slot_bytes)
             self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), Policy())
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
-        self._dtype = dtype
-        self._model = Model(self.weights, self.store, self._workers, dtype)
+        self._counts = {
+            "experts": self.store.counts if self.store else Counts(),
+            "trunk": self.weights.counts,
+            "head": self.weights.head_counts,
+            "embedding": self.weights.embed_counts,
+        }
+        self._model = Model(self.weights, self.store, self._workers, self._dtype)
 
     # ---- sessions ----
 
@@ -206,11 +242,8 @@ class Engine:
     def advance(self, sessions: Sequence[Session]) -> None:
         """Compute everything that waits in ``sessions``, together in shared sweeps.
 
-        Raises the ``NumericError`` of the first session whose numbers failed.
+        Raises the error of the first session that failed.
         """
-        for session in sessions:
-            if not session.tokens:
-                raise SessionError("The session has no tokens.", "Append a prompt first.")
         while waiting := [s for s in sessions if s.needs_work]:
             for error in self.sweep(waiting).values():
                 raise error
@@ -218,44 +251,87 @@ class Engine:
     def sweep(self, sessions: Sequence[Session]) -> dict[Session, K3Error]:
         """One pass over all layers for the next waiting tokens of ``sessions``.
 
-        Decode tokens always ride along; prompts share what the plan's sweep has left, in order.
-        Returns the sessions that failed with their errors.
+        Decode tokens ride along and prompts share what the plan's sweep has left; who got nothing
+        comes first next time.  Returns the sessions that failed with their errors: numbers that
+        turned NaN, or no room for more state.  The others are not touched by it.
         """
-        budget = self.plan.sweep_rows
-        runs: list[Run] = []
+        self._check_sessions(sessions)
+        failed: dict[Session, K3Error] = {}
         taken: list[Session] = []
-        for session in sorted(sessions, key=lambda s: not s.decoding):
+        runs: list[Run] = []
+        spans: list[Span] = []
+        turn = sorted(sessions, key=lambda s: (s not in self._passed_over, not s.decoding))
+        self._passed_over.clear()
+        for session in turn:
             waiting = session.waiting()
-            self.check_context(len(session.tokens))
-            if not waiting or budget <= 0:
-                continue
-            count = cut(session.position, len(waiting), budget)
+            count = self._share(session, len(waiting), spans)
             if not count:
-                continue  # what is left of the budget would split a chunk: next sweep
-            runs.append(Run(session.state, waiting[:count], 1, session.decoding))
+                self._passed_over.add(session)
+                continue
+            try:
+                session.state.reserve(count)
+            except DoesNotFit as error:
+                failed[session] = error
+                continue
             taken.append(session)
-            budget -= count
-        self.run(runs, lambda i, position, row: taken[i].keep_logits(row[0].numpy().copy()))
-        return {s: r.error for s, r in zip(taken, runs, strict=True) if r.error is not None}
+            spans.append(Span(session.position, count, session.decoding))
+            runs.append(Run(session.state, waiting[:count], 1, session.decoding))
+        if runs:
+            self.run(runs, lambda i, position, row: taken[i].keep_logits(row[0].numpy()))
+        failed.update({s: r.error for s, r in zip(taken, runs, strict=True) if r.error})
+        return failed
+
+    def _share(self, session: Session, waiting: int, spans: Sequence[Span]) -> int:
+        """How many waiting tokens of ``session`` fit into a sweep that holds ``spans``."""
+        tiles = self.plan.sweep_rows // ROW_TILE
+        whole = Span(session.position, waiting, session.decoding)
+        if len(pack([*spans, whole])) <= tiles:
+            return waiting
+        room = (tiles - len(pack(spans))) * ROW_TILE - session.position % ROW_TILE
+        return cut(session.position, waiting, room)
+
+    def _check_sessions(self, sessions: Sequence[Session]) -> None:
+        if len(set(map(id, sessions))) < len(sessions):
+            raise SessionError("A session stands twice in one call.", "Fork it, or call twice.")
+        for session in sessions:
+            if session.engine is not self:
+                raise SessionError("A session is of another engine.", "Use its own engine.")
+            if not session.length:
+                raise SessionError("The session has no tokens.", "Append a prompt first.")
+            self.check_context(session.length)
 
     def run(self, runs: Sequence[Run], emit: Callable[[int, int, torch.Tensor], None]) -> None:
-        """One sweep over ``runs`` as they are; the lowest call that still knows sequences."""
-        self._open()
+        """One sweep over ``runs`` as they are; the lowest call that still knows sequences.
+
+        Raises ``UsageError`` if the sweep is larger than planned.
+        """
         layers = len(self.spec.layers)
+        rows = ROW_TILE * len(pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs]))
+        if rows > self.plan.sweep_rows:
+            raise UsageError(
+                f"This sweep takes {rows} rows and the plan has {self.plan.sweep_rows}.",
+                "Cut it, or load with a larger sweep.",
+            )
 
         def before_layer(layer: int) -> None:
             self.hooks.before_layer(layer)
             self._watch.layer(layer, layers)
 
         with self._lock:
+            self._open()
             self._model.sweep(runs, emit, Hooks(before_layer, self.hooks.on_route))
 
     # ---- accounts ----
 
     def counts(self) -> dict[str, Counts]:
-        """Requests so far: ``experts`` (RAM slots over disk) and ``trunk`` (layers over disk)."""
-        experts = self.store.counts.copy() if self.store else Counts()
-        return {"experts": experts, "trunk": self.weights.counts.copy()}
+        """Requests so far, RAM over disk: ``experts``, ``trunk`` (layers), ``head`` (passes) and
+        ``embedding`` (rows)."""
+        return {kind: counts.copy() for kind, counts in self._counts.items()}
+
+    @property
+    def planned(self) -> int:
+        """Bytes of the plan, and of sequence state that was let beyond it inside the limit."""
+        return self.plan.total + self._ledger.beyond
 
     def holds(self, page: PageId) -> bool:
         """Whether an expert lies in RAM now."""
@@ -266,11 +342,15 @@ class Engine:
             raise SessionError("This engine is closed.", "Load the model again.")
 
     def close(self) -> None:
-        """Stop the threads and close the files.  Closing twice is fine."""
-        if not self._closed:
-            self._closed = True
-            self._workers.close()
-            self.disk.close()
+        """Wait for a sweep under way, then stop the threads, close the files and let go of the
+        weights.  Closing twice is fine."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._workers.close()
+                self.disk.close()
+                for name in ("weights", "store", "_model"):
+                    self.__dict__.pop(name, None)
 
     def __enter__(self) -> Engine:
         return self

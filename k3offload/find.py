@@ -1,14 +1,18 @@
-"""From what a person types as MODEL to a folder: a path, the embedded model, or a hub id.
+"""From what a person types to places: MODEL to a folder, an output to a file that may be written.
 
 Hub ids are looked up in the local hub cache only (``HF_HUB_CACHE``, ``HF_HOME``); nothing is
-downloaded and no name is looked up on a network.
+downloaded and no name is looked up on a network.  A model's folder is never written into.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from .errors import UsageError
 from .paths import show_path
@@ -17,13 +21,16 @@ EMBEDDED = "nano"
 
 
 def find_model(name: str | os.PathLike[str]) -> Path:
-    """The folder of ``name``.  Raises ``UsageError`` if there is none."""
-    folder = Path(name)
+    """The folder of ``name``.  Raises ``UsageError`` if there is none.
+
+    A folder wins over a name, except that ``nano`` is the embedded model unless a folder of that
+    name holds a model.
+    """
+    folder, text = Path(name), os.fspath(name)
+    if text == EMBEDDED and not (folder / "config.json").is_file():
+        return Path(__file__).parent / EMBEDDED
     if folder.is_dir():
         return folder
-    text = os.fspath(name)
-    if text == EMBEDDED:
-        return Path(__file__).parent / EMBEDDED
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not folder.exists():
         return _in_hub_cache(text)
     raise UsageError(
@@ -51,3 +58,66 @@ def _in_hub_cache(model: str) -> Path:
         f"{model} is neither a folder nor a model in the hub cache {show_path(hub_cache())}.",
         f"Download it first (huggingface-cli download {model}), or give its folder.",
     )
+
+
+def find_output(path: str | os.PathLike[str], model: Path) -> Path:
+    """The real path (links followed) of a file to write.
+
+    Raises ``UsageError`` for a place that cannot be written, and for one inside the folder
+    ``model`` or that one of its links leads to.
+    """
+    real, shown = Path(os.path.realpath(path)), show_path(path)
+    if real.is_dir():
+        raise UsageError(f"{shown} is a folder.", "Name a file.")
+    if not real.parent.is_dir():
+        raise UsageError(f"{shown}: {show_path(real.parent)} is not a folder.", "Make it first.")
+    if real.exists() and not real.is_file():
+        raise UsageError(f"{shown} is no regular file.", "Name a file to write.")
+    if not os.access(real if real.exists() else real.parent, os.W_OK) or not os.access(
+        real.parent, os.W_OK | os.X_OK
+    ):
+        raise UsageError(f"{shown} may not be written.", "Choose another place.")
+    home = Path(os.path.realpath(model))
+    held = real.exists() and any(real.samefile(entry) for entry in _files(home))
+    if held or home in real.parents:
+        raise UsageError(
+            f"{shown} would be written into the model {show_path(home)}, which is left as it is.",
+            "Choose a place outside of it.",
+        )
+    return real
+
+
+def _files(folder: Path) -> list[Path]:
+    return [entry for entry in folder.iterdir() if entry.is_file()]
+
+
+def partial_path(path: Path) -> Path:
+    """A name beside ``path`` that nothing has yet, for what is not complete."""
+    return path.with_name(f".k3offload-{secrets.token_hex(8)}.partial")
+
+
+@contextmanager
+def published(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that appears as ``path`` when it is complete, and else leaves nothing.
+
+    An ``OSError`` of writing it names ``path``.
+    """
+    partial = partial_path(path)
+    with named(path, partial):
+        try:
+            with partial.open("xb") as file:
+                yield file
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def named(name: str | os.PathLike[str], partial: Path | None = None) -> Iterator[None]:
+    """Let an ``OSError`` that names no file (or ``partial``) name ``name``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(partial), partial):
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(name)) from error

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from .errors import K3Error, UsageError
+from .errors import K3Error, SessionError, UsageError
 from .sampling import Sampler, Sampling
 from .session import Session
 from .textstream import TextStream
@@ -71,9 +71,9 @@ class _Active:
                 f"max_new_tokens is {request.max_new_tokens}.", "Ask for at least one token."
             )
         self.number, self.request, self.session = number, request, request.session
-        if not self.session.tokens:
+        if not self.session.length:
             raise UsageError("The session has no tokens.", "Append a prompt first.")
-        engine.check_context(len(self.session.tokens) + request.max_new_tokens)
+        engine.check_context(self.session.length + request.max_new_tokens)
         self.sampler = Sampler(request.sampling)
         self.text = TextStream(engine.tokenizer, request.sampling.stop)
         self.ends = frozenset() if request.sampling.ignore_end else engine.tokenizer.end_ids
@@ -101,10 +101,17 @@ class _Active:
 def generate(engine: Engine, requests: Sequence[Request]) -> Iterator[Event]:
     """Run ``requests`` together; yields events as they happen, one ``Done`` for each request.
 
-    A request whose numbers fail ends with ``finish_reason == "error"`` and the others go on; an
-    error of the engine itself (a read that failed for good) is raised.
+    A request whose numbers fail, or whose state has no room, ends with ``finish_reason ==
+    "error"`` and the others go on; an error of the engine itself (a read that failed for good) is
+    raised.  Raises ``UsageError`` or ``SessionError`` at once for requests that cannot be run.
     """
     active = [_Active(i, request, engine) for i, request in enumerate(requests)]
+    if len({id(a.session) for a in active}) < len(active):
+        raise SessionError("Two requests are of one session.", "Fork it, or run them in turn.")
+    return _loop(engine, active)
+
+
+def _loop(engine: Engine, active: list[_Active]) -> Iterator[Event]:
     while active:
         waiting = [a.session for a in active if a.session.needs_work]
         failed = engine.sweep(waiting) if waiting else {}

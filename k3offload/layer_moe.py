@@ -25,6 +25,7 @@ from .tiers.base import Buffer, PageId
 from .weights import LayerWeights
 
 ExpertWeights = Callable[[PageId, Buffer], tuple[Weight, Weight, Weight]]  #: gate, up, down
+EXPERT_ROWS = 512  #: rows for which an expert's weights are decoded once; bounds the working set
 OnRoute = Callable[[int, Tile, torch.Tensor, torch.Tensor], None]  #: layer, tile, experts, weights
 
 
@@ -131,13 +132,13 @@ def _run_experts(
     }
     with store.lease(places) as arrivals:
         for page, buffer in arrivals:
-            chosen = places[page]
-            source = torch.div(chosen, k, rounding_mode="floor")
-            x = routed.latent.new_zeros(align_up(len(chosen), ROW_TILE), routed.latent.shape[1])
-            x[: len(chosen)] = routed.latent[source]
             gate, up, down = expert_weights(page, buffer)
-            y = mlp(x, gate, up, down, spec, workers)
-            outputs.view(rows * k, -1)[chosen] = y[: len(chosen)]
+            for chosen in torch.split(places[page], EXPERT_ROWS):
+                source = torch.div(chosen, k, rounding_mode="floor")
+                x = routed.latent.new_zeros(align_up(len(chosen), ROW_TILE), outputs.shape[2])
+                x[: len(chosen)] = routed.latent[source]
+                y = mlp(x, gate, up, down, spec, workers)
+                outputs.view(rows * k, -1)[chosen] = y[: len(chosen)]
     return outputs
 
 

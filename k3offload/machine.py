@@ -6,13 +6,15 @@ import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes.  ``cgroup`` is the tightest limit of the process's control groups, None if none."""
+    """Bytes.  ``cgroup``: what the tightest of the process's control groups leaves to this process
+    beside their other members, None where none has a limit."""
 
     physical: int
     available: int
@@ -29,7 +31,7 @@ class Machine:
 def read_machine() -> Machine:
     """The machine as it is now."""
     memory = psutil.virtual_memory()
-    return Machine(memory.total, memory.available, cgroup_limit(), rss())
+    return Machine(memory.total, memory.available, cgroup_room(), rss())
 
 
 def rss() -> int:
@@ -39,42 +41,83 @@ def rss() -> int:
 
 def peak_rss() -> int:
     """The largest resident size this process has had, in bytes."""
+    return _status("VmHWM") or rss()
+
+
+def _status(field: str) -> int:
+    """Bytes of a field of ``/proc/self/status``; 0 where there is none."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return rss()
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    return 0
 
 
-def cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path | None = None) -> int | None:
-    """The smallest memory limit on the way from this process's control group to the root.
+class _Names(NamedTuple):
+    """The files of a control group, and the fields of its ``memory.stat`` with file pages."""
 
-    Reads version 2 (``memory.max``) and version 1 (``memory.limit_in_bytes``).
+    limit: str
+    used: str
+    file_pages: tuple[str, str]
+
+
+_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V1 = _Names(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+
+
+def cgroup_room(
+    root: Path = Path("/sys/fs/cgroup"), own: Path | None = None, held: int | None = None
+) -> int | None:
+    """What the memory limits from this process's control group up to the root leave to it.
+
+    For each group with a limit: the limit less what other members hold, which is what the group
+    holds less ``held`` (this process's own memory, file pages apart) and less file pages, which
+    the system takes back before it refuses.  Versions 1 and 2.  None if there is no limit.
     """
-    limits = []
     try:
         lines = (own or Path("/proc/self/cgroup")).read_text().splitlines()
     except OSError:
         return None
+    if held is None:
+        held = _status("RssAnon") + _status("RssShmem")
+    rooms = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, name = root, "memory.max"
+            base, names = root, _V2
         elif "memory" in controllers.split(","):
-            base, name = root / "memory", "memory.limit_in_bytes"
+            base, names = root / "memory", _V1
         else:
             continue
         folder = base / path.lstrip("/")
         for place in (folder, *folder.parents):
-            try:
-                text = (place / name).read_text().strip()
-            except OSError:
-                text = "max"
-            if text.isdigit():
-                limits.append(int(text))
+            limit = _number(place / names.limit)
+            if limit is not None and limit < 1 << 60:  # version 1 writes "no limit" so
+                others = (_number(place / names.used) or 0) - held - _file_pages(place, names)
+                rooms.append(max(0, limit - max(0, others)))
             if place == base:
                 break
-    real = [limit for limit in limits if limit < 1 << 60]  # version 1 writes "no limit" so
-    return min(real) if real else None
+    return min(rooms) if rooms else None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _file_pages(group: Path, names: _Names) -> int:
+    try:
+        pairs = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
+    except OSError:
+        return 0
+    return sum(int(pair[1]) for pair in pairs if pair[0] in names.file_pages)
 
 
 def steady_allocator() -> None:

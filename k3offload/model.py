@@ -74,11 +74,14 @@ class Model:
         """Advance every run's state by its tokens and emit the logits of the rows it keeps.
 
         A run whose numbers turn NaN or infinite gets a ``NumericError`` in ``run.error``; the
-        others are not touched by it.  Any other error leaves all states of the sweep broken.
+        others are not touched by it.  Any other error leaves all states of the sweep broken, but
+        for ``DoesNotFit``, which comes before any state has moved.
         """
         for run in runs:
-            run.state.usable()
+            run.state.usable().reserve(len(run.tokens))
         tiles = pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs])
+        for run in runs:  # until the last line, whatever ends the sweep
+            run.state.broken = "a sweep was interrupted"
         try:
             with single_threaded():
                 stream = _Stream(self._embed(runs, tiles))
@@ -95,6 +98,7 @@ class Model:
             raise
         for run in runs:
             run.state.position += len(run.tokens)
+            run.state.broken = None if run.error is None else run.error.problem.rstrip(".")
 
     def _embed(self, runs: Sequence[Run], tiles: Sequence[Tile]) -> torch.Tensor:
         rows = torch.zeros(len(tiles) * ROW_TILE, self.spec.hidden, dtype=self._dtype)
@@ -192,7 +196,6 @@ class Model:
                         "The sequence's state was dropped. Run k3offload check MODEL --full; "
                         "if it finds nothing, try --dtype float32.",
                     )
-                    run.state.broken = f"numbers failed at layer {layer}"
 
     def _head(
         self, stream: _Stream, tiles: Sequence[Tile], runs: Sequence[Run], emit: Emit

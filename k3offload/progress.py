@@ -1,39 +1,67 @@
-"""What happens, on stderr, from the first second: lines that stay and one line that changes.
+"""The two streams of a command: data on stdout; what happens, from the first second, on stderr.
 
-On a terminal the changing line is redrawn; elsewhere it is printed at most every five seconds.
-Nothing here ever writes to stdout.
+On a terminal one line of stderr changes and is redrawn; elsewhere it is printed at most every five
+seconds, without colours or control codes.  A stderr that is closed or full goes silent and ends
+nothing; a stdout that cannot be written is an error.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
 from rich.status import Status
 
+from .find import named
+
 EVERY = 5.0  #: seconds between lines where nothing can be redrawn
+
+
+def write_out(text: str, end: str = "\n") -> None:
+    """Data, to stdout, at once.  An ``OSError`` names stdout."""
+    with named("stdout"):
+        print(text, end=end, flush=True)
+
+
+def may_redraw() -> bool:
+    """Whether stderr is a terminal that may be sent control codes."""
+    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return sys.stderr.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
 
 class Progress:
     """Use as a context manager; ``quiet`` says nothing at all."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True, markup=False)
-        self._quiet = quiet
-        self._live = self._console.is_terminal and not quiet
+        self._quiet = quiet or sys.stderr is None
+        self._live = not self._quiet and may_redraw()
+        self._console = _Console(
+            file=io.StringIO() if self._quiet else sys.stderr,
+            force_terminal=self._live,
+            color_system=None,
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+            emoji=False,
+        )
         self._status: Status | None = None
         self._last = time.monotonic()
+        self._text_under_way = False
 
     def say(self, text: str) -> None:
         """A line that stays."""
         if not self._quiet:
-            self._console.print(text)
+            self._print(f"\n{text}" if self._text_under_way else text)
 
     def show(self, text: str) -> None:
         """What is going on right now."""
-        if self._quiet:
+        if self._quiet or self._text_under_way:
             return
         if self._live:
             if self._status is None:
@@ -42,13 +70,30 @@ class Progress:
             self._status.update(text)
         elif time.monotonic() - self._last >= EVERY:
             self._last = time.monotonic()
-            self._console.print(text)
+            self._print(text)
 
     def clear(self) -> None:
         """Take the changing line away, before something else is written to the terminal."""
         if self._status is not None:
-            self._status.stop()
+            with suppress(OSError):
+                self._status.stop()
             self._status = None
+
+    def text_begins(self) -> None:
+        """From now on text grows on stdout; if that is the same terminal, its line is not ours."""
+        self.clear()
+        if not self._quiet:
+            self._text_under_way = sys.stderr.isatty() and sys.stdout.isatty()
+
+    def text_ends(self) -> None:
+        """The text has got its last newline."""
+        self._text_under_way = False
+
+    def _print(self, text: str) -> None:
+        try:
+            self._console.print(text)
+        except OSError:
+            self._quiet = True
 
     def __enter__(self) -> Progress:
         return self
@@ -60,3 +105,58 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         self.clear()
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the caller; the library would end the process and drop stdout as well."""
+        raise BrokenPipeError
+
+
+class Meter:
+    """How far a run has got: prompt tokens done of all, their rate, the time left; then tokens.
+
+    ``layer`` is told of every layer, so that a sweep that takes minutes is seen to move.
+    """
+
+    def __init__(
+        self, show: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._show, self._clock = show, clock
+        self._begin = clock()
+        self._done, self._total, self._step, self._made = 0, 0, 0, 0
+
+    def prompt(self, done: int, total: int, step: int) -> None:
+        """``done`` of ``total`` prompt tokens are computed, the next ``step`` are under way."""
+        if not done:
+            self._begin = self._clock()
+        self._done, self._total, self._step = done, total, step
+
+    def token(self, made: int) -> None:
+        """``made`` tokens are sampled."""
+        self._made = made
+
+    def layer(self, layer: int, layers: int) -> None:
+        """Layer ``layer`` (from 0) of ``layers`` begins."""
+        place = f"layer {layer + 1} of {layers}"
+        if self._made:
+            self._show(f"token {self._made + 1:,}: {place}")
+            return
+        line = f"prompt: {self._done:,} of {self._total:,} tokens"
+        reached = self._done + self._step * layer / layers
+        seconds = self._clock() - self._begin
+        if reached and seconds > 0:
+            rate = reached / seconds
+            left = show_seconds((self._total - reached) / rate)
+            line += f", {rate:.3g} tokens/s, {left} left"
+        self._show(f"{line}, {place}")
+
+
+def show_seconds(seconds: float) -> str:
+    """``42 s``, ``3 min 5 s``, ``2 h 7 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60} min"

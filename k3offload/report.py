@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import psutil
 
 from .config import show_size
-from .engine import Engine
+from .engine import Engine, rows_of
 from .machine import peak_rss
 from .scheduler.plan import Plan
 
@@ -19,8 +20,23 @@ def kernel_read_bytes() -> int:
     return int(counters.read_bytes)
 
 
-def plan_facts(plan: Plan) -> dict[str, Any]:
-    """The memory plan as plain data; sizes in bytes."""
+def lowered(plan: Plan, cache: int | None, sweep: int) -> list[str]:
+    """What was asked for (``cache`` in bytes, ``sweep`` in tokens) and is less in the plan."""
+    notes = []
+    if cache is not None and not plan.experts:
+        notes.append("--cache has no effect: this model has no routed experts.")
+    elif cache is not None and plan.slots < min(plan.experts, cache // plan.slot_bytes):
+        notes.append(
+            f"--cache {cache:,} is lowered to {plan.slots * plan.slot_bytes:,} bytes, "
+            f"{plan.slots:,} experts: more does not fit."
+        )
+    if rows_of(sweep) > plan.sweep_rows:
+        notes.append(f"--sweep is lowered to {plan.sweep_rows} tokens: more does not fit.")
+    return notes
+
+
+def plan_facts(plan: Plan, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """The memory plan as plain data; sizes in bytes.  ``notes`` join those of the plan."""
     return {
         "limit": plan.limit,
         "total": plan.total,
@@ -31,7 +47,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "embed_resident": plan.embed_resident,
         "head_resident": plan.head_resident,
         "sweep_tokens": plan.sweep_rows,
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *notes],
     }
 
 
@@ -53,13 +69,13 @@ def tier_facts(engine: Engine) -> dict[str, Any]:
 
 def memory_facts(engine: Engine) -> dict[str, int]:
     """Planned and measured memory of this process, bytes."""
-    return {"planned": engine.plan.total, "limit": engine.plan.limit, "peak_rss": peak_rss()}
+    return {"planned": engine.planned, "limit": engine.plan.limit, "peak_rss": peak_rss()}
 
 
-def plan_lines(plan: Plan) -> list[str]:
+def plan_lines(plan: Plan, notes: Sequence[str] = ()) -> list[str]:
     """The plan as a person reads it, printed before anything is loaded."""
     width = max(len(name) for name, _ in plan.purposes)
-    lines = [f"note: {note}" for note in plan.notes]
+    lines = [f"note: {note}" for note in [*plan.notes, *notes]]
     lines.append(f"memory plan, {show_size(plan.limit)} allowed:")
     lines += [f"  {name:{width}}  {show_size(size):>8}" for name, size in plan.purposes if size]
     lines.append(f"  {'sum':{width}}  {show_size(plan.total):>8}")

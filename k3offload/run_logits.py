@@ -5,9 +5,7 @@ A prompt is fed in sweeps of the wanted size, then (optionally) token by token a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +13,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .engine import Engine
+from .engine import Engine, rows_of
 from .errors import UsageError
+from .find import published
 from .model import Run
+from .progress import Meter
 from .scheduler.sweep import Tile
+from .spec import ModelSpec
 
 
 def read_tokens(path: Path, vocab: int) -> list[int]:
     """Token ids from a ``.npy`` file, one-dimensional and integer; raises ``UsageError``."""
     try:
         tokens = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise UsageError(
             f"{path} cannot be read as .npy: {error}.", "Save it with numpy."
         ) from error
+    if not isinstance(tokens, np.ndarray):
+        raise UsageError(f"{path} holds several arrays.", "Give one array, .npy.")
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or not tokens.size:
         raise UsageError(
             f"{path} holds {tokens.dtype} {tokens.shape}.", "Give one row of integer token ids."
@@ -41,30 +44,47 @@ def read_tokens(path: Path, vocab: int) -> list[int]:
     return [int(t) for t in tokens]
 
 
-@dataclass
 class Routing:
-    """The experts and weights chosen for every token, collected while sweeps run."""
+    """The experts and weights chosen for every token of one sequence, as sweeps run."""
 
-    rows: dict[int, list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]]] = field(
-        default_factory=dict
-    )
+    def __init__(self, spec: ModelSpec, tokens: int) -> None:
+        """Room for a sequence of ``tokens`` tokens: ``size`` bytes.
+
+        Raises ``UsageError`` for a model without routed experts.
+        """
+        shape = _shape(spec, tokens)
+        self._rows = {layer: i for i, layer in enumerate(spec.moe_layers)}
+        self._experts = np.zeros(shape, np.int32)
+        self._weights = np.zeros(shape, np.float32)
+
+    @staticmethod
+    def size(spec: ModelSpec, tokens: int) -> int:
+        """Bytes that are held for ``tokens`` tokens."""
+        layers, count, top_k = _shape(spec, tokens)
+        return layers * count * top_k * (4 + 4)
 
     def watch(self, layer: int, tile: Tile, experts: torch.Tensor, weights: torch.Tensor) -> None:
+        """Takes what the router of ``layer`` chose for a tile."""
         for part in tile.parts:
-            rows = slice(part.at, part.at + part.count)
-            self.rows.setdefault(layer, []).append(
-                (part.start, experts[rows].numpy().copy(), weights[rows].numpy().copy())
-            )
+            rows, at = slice(part.at, part.at + part.count), slice(part.start, part.start + part.count)
+            self._experts[self._rows[layer], at] = experts[rows].numpy()
+            self._weights[self._rows[layer], at] = weights[rows].numpy()
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """``layers`` [n], ``experts`` [n, T, k], ``weights`` [n, T, k], tokens in order."""
-        layers = sorted(self.rows)
-        ordered = [sorted(self.rows[layer], key=lambda row: row[0]) for layer in layers]
-        return {
-            "layers": np.array(layers),
-            "experts": np.stack([np.concatenate([r[1] for r in rows]) for rows in ordered]),
-            "weights": np.stack([np.concatenate([r[2] for r in rows]) for rows in ordered]),
-        }
+        layers = np.array(list(self._rows), np.int64)
+        return {"layers": layers, "experts": self._experts, "weights": self._weights}
+
+    def write(self, path: Path) -> None:
+        """The arrays as ``.npz``."""
+        with published(path) as file:
+            np.savez(file, **self.arrays())
+
+
+def _shape(spec: ModelSpec, tokens: int) -> tuple[int, int, int]:
+    if spec.moe is None:
+        raise UsageError("This model has no routed experts.", "Leave out --routing.")
+    return len(spec.moe_layers), tokens, spec.moe.top_k
 
 
 def spans(count: int, sweep: int, decode_from: int | None) -> list[tuple[int, int, bool]]:
@@ -82,31 +102,31 @@ def write_logits(
     sweep: int,
     decode_from: int | None = None,
     last: int | None = None,
+    meter: Meter | None = None,
 ) -> None:
     """Write [rows, vocab] float32 to ``out`` as ``.npy``: all tokens, or the ``last`` ones.
 
-    Only the rows that are kept pass the head.  The file appears when it is complete.
+    Only the rows that are kept pass the head.  A ``sweep`` that the plan has no room for becomes
+    the largest that it has.  The file appears when it is complete; an ``OSError`` names it.
     """
     rows = len(tokens) if last is None else min(last, len(tokens))
     first_kept = len(tokens) - rows
+    if rows_of(min(sweep, engine.options.sweep)) > engine.plan.sweep_rows:
+        sweep = engine.plan.sweep_rows
     state = engine.new_state()
-    partial = out.with_name(f"{out.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            header = {
-                "descr": "<f4", "fortran_order": False, "shape": (rows, engine.spec.vocab),
-            }  # fmt: skip
-            np.lib.format.write_array_header_1_0(file, header)
+    with published(out) as file:
+        header = {
+            "descr": "<f4", "fortran_order": False, "shape": (rows, engine.spec.vocab),
+        }  # fmt: skip
+        np.lib.format.write_array_header_1_0(file, header)
 
-            def emit(run: int, position: int, row: torch.Tensor) -> None:
-                file.write(row.numpy().tobytes())
+        def emit(run: int, position: int, row: torch.Tensor) -> None:
+            file.write(row.numpy().data)
 
-            for begin, end, decode in spans(len(tokens), sweep, decode_from):
-                keep = max(0, end - max(begin, first_kept))
-                run = Run(state, tokens[begin:end], keep, decode)
-                engine.run([run], emit)
-                if run.error is not None:
-                    raise run.error
-        os.replace(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
+        for begin, end, decode in spans(len(tokens), sweep, decode_from):
+            if meter:
+                meter.prompt(begin, len(tokens), end - begin)
+            run = Run(state, tokens[begin:end], max(0, end - max(begin, first_kept)), decode)
+            engine.run([run], emit)
+            if run.error is not None:
+                raise run.error

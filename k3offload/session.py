@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -26,6 +27,7 @@ class Snapshot:
     tokens: tuple[int, ...]
     state: SequenceState
     logits: npt.NDArray[np.float32] | None
+    sampled: int  # how many tokens at the end were sampled and are not computed yet
 
 
 class Session:
@@ -36,7 +38,7 @@ class Session:
     """
 
     def __init__(self, engine: Engine, state: SequenceState | None = None) -> None:
-        self._engine = engine
+        self.engine = engine
         self._state: SequenceState | None = state or engine.new_state()
         self._tokens: list[int] = []
         self._sampled = 0  # how many tokens at the end were sampled and are not computed yet
@@ -50,12 +52,18 @@ class Session:
         return tuple(self._tokens)
 
     @property
+    def length(self) -> int:
+        """How many tokens the timeline has, computed or not."""
+        return len(self._tokens)
+
+    @property
     def position(self) -> int:
         """How many tokens the state covers."""
         return self.state.position
 
     @property
     def state(self) -> SequenceState:
+        """What the model remembers; raises ``SessionError`` once closed."""
         if self._state is None:
             raise SessionError("This session is closed.", "Open one with engine.session().")
         return self._state
@@ -74,28 +82,48 @@ class Session:
     def append(self, tokens: Sequence[int] | str) -> None:
         """Add token ids, or text (encoded without specials, nothing added in front).
 
-        Raises ``UsageError`` for an id outside the vocabulary.
+        Raises ``UsageError`` for what is no id, or outside the vocabulary.
         """
         self.state.usable()
-        ids = self._engine.encode(tokens) if isinstance(tokens, str) else list(map(int, tokens))
-        vocab = self._engine.spec.vocab
-        for token in ids:
-            if not 0 <= token < vocab:
-                raise UsageError(f"Token {token} is not in the vocabulary of {vocab}.", "")
-        self._tokens += ids
-        self._sampled = 0
+        ids = self.engine.encode(tokens) if isinstance(tokens, str) else self._ids(tokens)
+        if ids:
+            self._tokens += ids
+            self._sampled = 0
 
     def append_sampled(self, token: int) -> None:
-        """Add one token that was sampled from ``logits``; it is computed by a decode run."""
+        """Add one token that was sampled from ``logits``; it is computed by a decode run.
+
+        Raises ``UsageError`` as ``append`` does.
+        """
+        ids = self._ids([token])
         self._sampled = 1 if not self.waiting() else 0
-        self._tokens.append(int(token))
+        self._tokens += ids
+
+    def _ids(self, tokens: Sequence[int]) -> list[int]:
+        vocab = self.engine.spec.vocab
+        try:
+            if isinstance(tokens, (bytes, bytearray)):
+                raise TypeError("bytes are no token ids")
+            ids = [operator.index(token) for token in tokens]
+        except TypeError as error:
+            raise UsageError(
+                f"These are no token ids: {error}.", "Give text, or a flat list of whole numbers."
+            ) from error
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise UsageError(
+                    f"Token {token} is not in the vocabulary of {vocab}.",
+                    "Check that the tokens are of this model.",
+                )
+        return ids
 
     def logits(self) -> npt.NDArray[np.float32]:
-        """Logits after the last token, [vocab] float32; computes what is waiting.
+        """Logits after the last token, [vocab] float32, read-only; computes what is waiting.
 
-        Raises ``SessionError`` for an empty session, ``NumericError`` if numbers failed.
+        Raises ``SessionError`` for an empty session, ``NumericError`` if numbers failed,
+        ``DoesNotFit`` if its state has no room, ``ReadError`` if the model cannot be read.
         """
-        self._engine.advance([self])
+        self.engine.advance([self])
         assert self._logits is not None
         return self._logits
 
@@ -106,39 +134,44 @@ class Session:
         from .generate import Request, generate
 
         request = Request(self, max_new_tokens, sampling or Sampling())
-        return generate(self._engine, [request])
+        return generate(self.engine, [request])
 
     def snapshot(self) -> Snapshot:
         """A copy of this point to come back to; its bytes count against the plan."""
-        return Snapshot(tuple(self._tokens), self.state.copy(), self._logits)
+        return Snapshot(self.tokens, self.state.copy(), self._logits, self._sampled)
 
     def rewind(self, snapshot: Snapshot) -> None:
         """Back to ``snapshot``, which stays usable.  Also the way out of a lost state."""
-        if snapshot.state.spec is not self._engine.spec:
+        if snapshot.state.spec is not self.engine.spec:
             raise SessionError("This snapshot is of another engine.", "Take one of this session.")
+        _ = self.state  # a closed session stays closed
         self._state = None  # freed before its replacement is made
         self._state = snapshot.state.copy()
         self._tokens = list(snapshot.tokens)
-        self._sampled, self._logits = 0, snapshot.logits
+        self._sampled, self._logits = snapshot.sampled, snapshot.logits
 
     def fork(self) -> Session:
         """An independent session with the same past; full latent blocks are shared."""
-        other = Session(self._engine, self.state.copy())
+        other = Session(self.engine, self.state.copy())
         other._tokens, other._sampled = list(self._tokens), self._sampled
         other._logits = self._logits
         return other
 
     def reset(self) -> None:
         """Forget everything, as if opened anew."""
+        _ = self.state  # a closed session stays closed
         self._state = None  # freed before its replacement is made
-        self._state = self._engine.new_state()
+        self._state = self.engine.new_state()
         self._tokens, self._sampled, self._logits = [], 0, None
 
     def keep_logits(self, row: npt.NDArray[np.float32]) -> None:
-        self._logits = row
+        """Called by the engine with the logits after the last computed token, [vocab]."""
+        self._logits = row.copy()
+        self._logits.setflags(write=False)
 
     @property
     def needs_work(self) -> bool:
+        """Whether ``logits`` would have to compute something."""
         return self._logits is None or bool(self.waiting())
 
     def close(self) -> None:

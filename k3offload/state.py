@@ -17,14 +17,17 @@ from .spec import ModelSpec
 
 
 class Ledger:
-    """The bytes set aside for sequence state; refuses what would break the plan.
+    """The bytes set aside for sequence state; refuses what would break the budget.
 
-    ``spare`` is room inside the budget that the plan gave to nothing else.
+    ``spare`` is room inside the budget that the plan gave to nothing else; ``beyond`` says how
+    much of it has been used at most.
     """
 
     def __init__(self, planned: int, spare: int = 0) -> None:
+        self.planned = planned
         self.capacity = planned + spare
         self.used = 0
+        self._most = 0
 
     def charge(self, owner: object, size: int, what: str) -> None:
         """Count ``size`` bytes until ``owner`` is garbage; raises ``DoesNotFit`` before use."""
@@ -37,7 +40,13 @@ class Ledger:
                 missing=missing,
             )
         self.used += size
+        self._most = max(self._most, self.used)
         weakref.finalize(owner, self._release, size)
+
+    @property
+    def beyond(self) -> int:
+        """Bytes that were used at most beyond what was planned."""
+        return max(0, self._most - self.planned)
 
     def _release(self, size: int) -> None:
         self.used -= size
@@ -62,19 +71,25 @@ class Latents:
 
     def append(self, rows: torch.Tensor) -> None:
         """Add ``rows`` [n, width] after the last token."""
+        self.reserve(rows.shape[0])
         done = 0
         while done < rows.shape[0]:
             at = self.length % LATENT_BLOCK
-            if at == 0:
-                self._blocks.append(_Block(self._ledger, self._width, self._dtype))
             n = min(LATENT_BLOCK - at, rows.shape[0] - done)
-            self._blocks[-1].data[at : at + n] = rows[done : done + n]
+            block = self._blocks[self.length // LATENT_BLOCK]
+            block.data[at : at + n] = rows[done : done + n]
             done += n
             self.length += n
 
+    def reserve(self, count: int) -> None:
+        """Make room for ``count`` more tokens; ``DoesNotFit`` if the ledger has none."""
+        while len(self._blocks) * LATENT_BLOCK < self.length + count:
+            self._blocks.append(_Block(self._ledger, self._width, self._dtype))
+
     @property
     def blocks(self) -> int:
-        return len(self._blocks)
+        """Blocks that hold tokens."""
+        return -(-self.length // LATENT_BLOCK)
 
     def block(self, index: int) -> torch.Tensor:
         """Block ``index`` as [256, width]; rows that hold no token yet are zero."""
@@ -88,10 +103,10 @@ class Latents:
 
     def copy(self) -> Latents:
         other = Latents(self._ledger, self._width, self._dtype)
-        other._blocks, other.length = list(self._blocks), self.length
+        other._blocks, other.length = self._blocks[: self.blocks], self.length
         if self.length % LATENT_BLOCK:  # the open block is the only one that may still change
             last = _Block(self._ledger, self._width, self._dtype)
-            last.data.copy_(self._blocks[-1].data)
+            last.data.copy_(other._blocks[-1].data)
             other._blocks[-1] = last
         return other
 
@@ -104,7 +119,8 @@ class SequenceState:
         self.position = 0
         self.broken: str | None = None  # why the state cannot be used any more
         kda, mla = spec.kda, spec.mla
-        ledger.charge(self, spec.kda_state_bytes(dtype.itemsize), "A sequence's KDA state")
+        constant = spec.kda_state_bytes(dtype.itemsize) + spec.vocab * 4  # and a row of logits
+        ledger.charge(self, constant, "A sequence's KDA state")
         self.kda = {
             layer: torch.zeros(kda.heads, kda.head_dim, kda.head_dim) for layer in spec.kda_layers
         }
@@ -121,6 +137,11 @@ class SequenceState:
                 "Go back with rewind(snapshot), or reset() and append the tokens again.",
             )
         return self
+
+    def reserve(self, count: int) -> None:
+        """Make room for ``count`` more tokens in all layers, before a sweep changes anything."""
+        for latents in self.latents.values():
+            latents.reserve(count)
 
     def copy(self) -> SequenceState:
         """An independent copy; full latent blocks are shared since they never change."""

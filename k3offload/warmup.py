@@ -32,7 +32,7 @@ def warm_up(workers: Workers, dtype: torch.dtype) -> None:
     alone = Workers(1)
 
     def task(i: int) -> None:
-        meet.wait()  # so that each thread takes exactly one task
+        meet.wait(60)  # so that each thread takes exactly one task
         _matrices(dtype, alone)
         _rows(dtype, alone)
         _attention()

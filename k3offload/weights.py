@@ -63,13 +63,21 @@ def arena_size(tensors: Iterable[Tensor]) -> int:
     return sum(align_up(t.location.length, TENSOR_ALIGN) for t in tensors)
 
 
+def head_rows(spec: ModelSpec, row_bytes: int) -> int:
+    """Rows of a head block: whole weight tiles, so that streaming changes no shape."""
+    step = tile_rows(spec.vocab, spec.hidden)
+    return min(spec.vocab, max(1, HEAD_BUFFER // row_bytes // step) * step)
+
+
 class Weights:
     """Trunk of a checkpoint under a plan.  Reads through ``disk``; counts page requests."""
 
     def __init__(self, checkpoint: Checkpoint, disk: DiskTier, plan: Plan) -> None:
         self._checkpoint, self._disk, self._plan = checkpoint, disk, plan
         self.spec = checkpoint.spec
-        self.counts = Counts()
+        self.counts = Counts()  # layers
+        self.head_counts = Counts()  # passes over the head
+        self.embed_counts = Counts()  # rows of the embedding
         self._trunk = {la.index: checkpoint.trunk(la.index) for la in self.spec.layers}
         self._resident: dict[int, LayerWeights] = {}
         self._ring = Slab(plan.ring_bytes) if plan.ring_bytes else None
@@ -98,7 +106,8 @@ class Weights:
             shared = self._embed_rows if self._tied else None
             self._head_rows = shared if shared is not None else self._read_one(self._head)
         else:
-            self._head_slab = Slab(self._head_block() * self._row_bytes(self._head))
+            row = self._row_bytes(self._head)
+            self._head_slab = Slab(head_rows(self.spec, row) * row)
         progress(total, total)
 
     # ---- layers ----
@@ -115,7 +124,6 @@ class Weights:
             self.counts.hits += 1
         else:
             self.counts.misses += 1
-            self.counts.bytes += sum(t.location.length for t in self._trunk[index])
             self._in_ring = None  # a failed read must not leave the former layer's name on it
             self._in_ring = self._read(index, self._trunk[index], self._ring)
         yield self._in_ring
@@ -131,9 +139,7 @@ class Weights:
             pieces.append((tensor.location, place))
             named[tensor.name] = _as_tensor(place, tensor)
             at += align_up(tensor.location.length, TENSOR_ALIGN)
-        begin = time.perf_counter()
-        self._disk.read_scatter(pieces).wait()
-        self.counts.wait_seconds += time.perf_counter() - begin
+        self._read_counted(pieces, Counts() if slab is None else self.counts, 0)
         weights = LayerWeights(layer, named, self.spec)
         weights.check_values()
         return weights
@@ -145,17 +151,25 @@ class Weights:
 
     def embed(self, tokens: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Rows of the embedding, [n, H] in ``dtype``; read from disk unless resident."""
+        counts = self.embed_counts
+        counts.requests += len(tokens)
         if self._embed_rows is not None:
+            counts.hits += len(tokens)
             return self._embed_rows[torch.tensor(tokens)].to(dtype)
         size = self._row_bytes(self._embed)
         rows = np.empty((len(tokens), size), np.uint8)
         pieces = [(self._rows_of(self._embed, t, 1), rows[i]) for i, t in enumerate(tokens)]
-        self._disk.read_scatter(pieces).wait()
+        self._read_counted(pieces, counts, len(tokens))
         return torch.from_numpy(rows).view(DTYPES[self._embed.dtype]).to(dtype)
 
     def head_blocks(self) -> Iterator[tuple[int, int, Weight]]:
-        """(first row, end row, weight) over the head, in blocks of whole weight tiles."""
-        rows, step = self.spec.vocab, self._head_block()
+        """One pass over the head: (first row, end row, weight) in blocks of whole weight tiles."""
+        self.head_counts.requests += 1
+        if self._head_rows is None:
+            self.head_counts.misses += 1
+        else:
+            self.head_counts.hits += 1
+        rows, step = self.spec.vocab, head_rows(self.spec, self._row_bytes(self._head))
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
             if self._head_rows is not None:
@@ -164,17 +178,18 @@ class Weights:
             assert self._head_slab is not None
             location = self._rows_of(self._head, begin, end - begin)
             place = self._head_slab.bytes[: location.length]
-            self._disk.read_scatter([(location, place)]).wait()
-            self.counts.bytes += location.length
+            self._read_counted([(location, place)], self.head_counts, 0)
             block = Tensor("head", self._head.dtype, (end - begin, self.spec.hidden), location)
             yield begin, end, DenseWeight(_as_tensor(place, block))
 
-    def _head_block(self) -> int:
-        """Rows of a head block: whole weight tiles, so that streaming changes no shape."""
-        step = tile_rows(self.spec.vocab, self.spec.hidden)
-        return min(
-            self.spec.vocab, max(1, HEAD_BUFFER // self._row_bytes(self._head) // step) * step
-        )
+    def _read_counted(
+        self, pieces: Sequence[tuple[Location, Buffer]], counts: Counts, misses: int
+    ) -> None:
+        begin = time.perf_counter()
+        self._disk.read_scatter(pieces).wait()
+        counts.wait_seconds += time.perf_counter() - begin
+        counts.bytes += sum(location.length for location, _ in pieces)
+        counts.misses += misses
 
     def _row_bytes(self, tensor: Tensor) -> int:
         return tensor.location.length // tensor.shape[0]

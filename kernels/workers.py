@@ -71,10 +71,11 @@ class Workers:
         size = 1
         for n in shape:
             size *= n
-        flat: torch.Tensor | None = getattr(self._scratch, name, None)
-        if flat is None or flat.numel() < size or flat.dtype != dtype:
+        key = f"{name}/{dtype}"
+        flat: torch.Tensor | None = getattr(self._scratch, key, None)
+        if flat is None or flat.numel() < size:
             flat = torch.empty(size, dtype=dtype)
-            setattr(self._scratch, name, flat)
+            setattr(self._scratch, key, flat)
         return flat[:size].view(shape)
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ class Demand:
     slot: int  # one expert slot
     experts: int  # routed experts in all
     top_k: int
+    extra: int = 0  # what the caller keeps beside the engine
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class _Trunk:
 def make_plan(demand: Demand, limits: Limits) -> Plan:
     """The plan for ``demand`` under ``limits``; raises ``DoesNotFit`` with the missing bytes."""
     rows = align_up(max(1, limits.rows), ROW_TILE)
-    fixed = demand.base + demand.tiles + demand.staging + demand.small + demand.state
+    fixed = demand.base + demand.tiles + demand.staging + demand.small
+    fixed += demand.state + demand.extra
     one = demand.slot if demand.experts else 0
     ring = max(demand.layers)
     least = fixed + demand.working(ROW_TILE) + one + ring + _head_buffer(demand)
@@ -109,6 +111,7 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
         ("trunk, resident", demand.small + trunk.bytes),
         ("trunk, streaming buffers", trunk.buffers),
         ("sequence state and latents", demand.state),
+        ("kept for the caller", demand.extra),
         (f"working set of a sweep of {rows} tokens", demand.working(rows)),
         (f"{slots} expert slots", slots * demand.slot),
     )

@@ -31,17 +31,6 @@ class Counts:
     bytes: int = 0
     wait_seconds: float = 0.0
 
-    def minus(self, other: Counts) -> Counts:
-        """The counts since ``other`` was taken."""
-        return Counts(
-            self.requests - other.requests,
-            self.hits - other.hits,
-            self.late - other.late,
-            self.misses - other.misses,
-            self.bytes - other.bytes,
-            self.wait_seconds - other.wait_seconds,
-        )
-
     def copy(self) -> Counts:
         return replace(self)
 

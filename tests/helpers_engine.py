@@ -75,6 +75,7 @@ def logits_of(
     rows: list[Logits] = []
     state = engine.new_state()
     first = 0 if keep is None else len(tokens) - keep
+    sweep = min(sweep, engine.plan.sweep_rows)
     for begin, end, decode in spans(len(tokens), sweep, decode_from):
         run = Run(state, tokens[begin:end], max(0, end - max(begin, first)), decode)
         engine.run([run], lambda i, position, row: rows.append(row.numpy().copy()))

@@ -97,7 +97,6 @@ def test_budget_from_the_least_up(base: Base, extra: int, monkeypatch: pytest.Mo
 def test_streamed_head_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(vocab=20_000, layers=2, vision=False)
     monkeypatch.setattr(k3offload.weights, "HEAD_BUFFER", 3 << 20)
-    monkeypatch.setattr(k3offload.budget, "HEAD_BUFFER", 3 << 20)
     with load(folder) as engine:
         wanted = logits_of(engine, TOKENS[:40])
     starve(monkeypatch)

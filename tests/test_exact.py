@@ -224,7 +224,7 @@ def test_every_internal_switch_r63() -> None:
     tokens = some_tokens(515, 4)
     wanted = expected(folder, tokens)
     assert wanted.margin.min() > 1e-7
-    with load(folder, dtype="float32") as engine:
+    with load(folder, dtype="float32", sweep=1024) as engine:
         whole = logits_of(engine, tokens, sweep=1024)
         _passes(judge(wanted.logits, whole, wanted.margin, safe_router=1e-6), 300)
         for n in (63, 64, 65, 255, 256, 257, 511, 512, 513):

@@ -75,7 +75,7 @@ def test_a_bad_weight_names_its_layer(
     weight[7] = value
     with session_with(engine, PROMPT) as session:
         ended(run(engine, session)[0], f"Layer {layer} ")
-        with pytest.raises(SessionError, match=rf"layer {layer}.*reset"):
+        with pytest.raises(SessionError, match=rf"Layer {layer} .*reset"):
             session.logits()
         weight[7] = kept
         session.reset()

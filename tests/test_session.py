@@ -216,7 +216,8 @@ def test_closing_frees_the_state(engine: Engine) -> None:
     tensors = [weakref.ref(s.state.kda[0]) for s in (session, fork)]
     state = engine._ledger.used - before
     spec = engine.spec
-    per_sequence = spec.kda_state_bytes(4) + 256 * spec.latent_bytes_per_token(4)
+    logits = spec.vocab * 4
+    per_sequence = spec.kda_state_bytes(4) + logits + 256 * spec.latent_bytes_per_token(4)
     assert state == 3 * per_sequence
     held = sum(t.nbytes for t in (*session.state.kda.values(), *session.state.conv.values()))
     assert held == spec.kda_state_bytes(4)
@@ -235,7 +236,7 @@ def test_too_many_sessions_are_refused_with_the_numbers(monkeypatch: pytest.Monk
         engine.advance([first, second])
         with pytest.raises(DoesNotFit, match=r"KDA state needs .* in use") as refusal:
             session_with(engine, A)
-        per_session = engine.spec.kda_state_bytes(2)
+        per_session = engine.spec.kda_state_bytes(2) + engine.spec.vocab * 4
         spare = engine.plan.limit - engine.plan.total
         assert refusal.value.missing == per_session - spare
         with pytest.raises(DoesNotFit):
