@@ -53,7 +53,6 @@ def write_headers(path: Path, tensors: Iterable[TensorSpec], seen: dict[str, str
     os.truncate(path, 8 + len(text) + at)
 
 
-@pytest.mark.slow
 def test_released_size_opens_quickly_and_small(tmp_path: Path) -> None:
     """Under 15 s and 300 MB above the imports; ``check`` sees nothing wrong and no torch."""
     spec, where = ModelSpec.load(RELEASED), dict[str, str]()
