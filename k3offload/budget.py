@@ -147,7 +147,9 @@ def working_set(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
     ]
     if m is not None:
         per_row = (m.io + (h if m.shared_width else 0)) * a * 2 + m.top_k * (m.io * a + 48)
-        shared = ROW_TILE * m.shared_width * (3 * a + 24)
-        routed = min(rows, EXPERT_ROWS) * (m.width * (3 * a + 24) + 3 * m.io * a)
+        # gate and up, float32 copies of both, and four float32 results at once in the activation
+        glu = 2 * a + (8 if a < 4 else 0) + 16
+        shared = ROW_TILE * m.shared_width * glu
+        routed = min(rows, EXPERT_ROWS) * (m.width * glu + 3 * m.io * a)
         moments.append(rows * per_row + max(shared, routed) + ROW_TILE * m.experts * 40)
     return kept + max(moments) + HEAP_SLACK

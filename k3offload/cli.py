@@ -7,29 +7,43 @@ interrupted.  ``inspect`` and ``check`` never import torch.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect as signatures
-import io
 import json
 import os
-import signal
+import re
+import secrets
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from . import __version__
+from .config import ROW_TILE, align_up, parse_size, show_size
 from .errors import K3Error, UsageError
-from .find import find_model
-from .progress import Progress
+from .find import find_model, find_outputs
+from .paths import show_path
+from .progress import (
+    INTERRUPTED,
+    Meter,
+    Progress,
+    failed,
+    last_words,
+    let_go,
+    loading_libraries,
+    steady_streams,
+    write_out,
+)
 
 if TYPE_CHECKING:
-    from .engine import Watch
+    from .engine import Engine
+    from .scheduler.plan import Plan
+    from .spec import ModelSpec
+    from .tokenizer import Tokenizer
 
-INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 app = typer.Typer(
     help="Run Kimi K3 exactly, inside a memory budget.",
@@ -75,33 +89,29 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue PROMPT."""
+    _at_least_one(("-n", max_new_tokens), ("--sweep", sweep))
     with Progress() as progress:
-        with _loading_libraries(progress):
-            from .engine import open_engine
+        text = _prompt(prompt, progress)
+        with loading_libraries(progress):
             from .run_generate import Job, run_generate
             from .sampling import Sampling
 
         sampling = Sampling(temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_end)
-        text = sys.stdin.read() if prompt == "-" else prompt
-
-        def size(tokenizer: Any) -> dict[str, int]:
-            ids[:] = tokenizer.encode(text)
-            return {
-                "context": len(ids) + max(1, max_new_tokens),
-                "sweep": min(sweep, max(1, len(ids))),
-            }
-
+        if seed is None and not sampling.greedy:
+            sampling = dataclasses.replace(sampling, seed=secrets.randbits(32))
+            progress.say(f"seed {sampling.seed}: --seed {sampling.seed} gives the same text again")
         ids: list[int] = []
-        with open_engine(
-            model,
-            size,
-            ram=ram,
-            cache=cache,
-            dtype=dtype,
-            threads=threads,
-            watch=_watch(progress),
-        ) as engine:
-            fine = run_generate(engine, Job(ids, max_new_tokens, sampling, as_json), progress)
+
+        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
+            ids[:] = tokenizer.encode(text)
+            _check_context(spec, len(ids), max_new_tokens)
+            rows = min(sweep, align_up(len(ids), ROW_TILE))
+            return {"context": len(ids) + max_new_tokens, "sweep": rows}
+
+        meter, how = Meter(progress.show), _How(ram, cache, dtype, sweep, threads)
+        with _open(model, size, how, progress, meter) as engine:
+            job = Job(ids, max_new_tokens, sampling, as_json)
+            fine = run_generate(engine, job, progress, meter)
     if not fine:
         raise typer.Exit(1)
 
@@ -123,36 +133,29 @@ def logits(
     threads: Threads = None,
 ) -> None:
     """Write the logits of a token file."""
-    for name, value in (("--sweep", sweep), ("--last", last), ("--decode-from", decode_from)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}.", "It must be at least 1.")
+    _at_least_one(("--sweep", sweep), ("--last", last), ("--decode-from", decode_from))
+    place, routing_place = find_outputs(model, tokens, out, routing)
     with Progress() as progress:
-        with _loading_libraries(progress):
-            import numpy as np
-
-            from .engine import open_engine
+        with loading_libraries(progress):
             from .run_logits import Routing, read_tokens, write_logits
-
-        def size(tokenizer: Any) -> dict[str, int]:
-            ids[:] = read_tokens(tokens, tokenizer.vocab)
-            return {"context": len(ids), "sweep": min(sweep, len(ids))}
-
         ids: list[int] = []
-        with open_engine(
-            model,
-            size,
-            ram=ram,
-            cache=cache,
-            dtype=dtype,
-            threads=threads,
-            watch=_watch(progress),
-        ) as engine:
-            seen = Routing()
-            engine.hooks.on_route = seen.watch if routing else None
-            step = min(sweep, engine.plan.sweep_rows)
-            write_logits(engine, ids, out, sweep=step, decode_from=decode_from, last=last)
-            if routing:
-                np.savez(routing, allow_pickle=False, **seen.arrays())
+
+        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
+            ids[:] = read_tokens(tokens, tokenizer.vocab)
+            _check_context(spec, len(ids), 0)
+            rows = min(sweep, align_up(len(ids), ROW_TILE))
+            extra = Routing.size(spec, len(ids)) if routing else 0
+            return {"context": len(ids), "sweep": rows, "extra": extra}
+
+        meter, how = Meter(progress.show), _How(ram, cache, dtype, sweep, threads)
+        with _open(model, size, how, progress, meter) as engine:
+            seen = Routing(engine.spec, len(ids)) if routing_place else None
+            engine.hooks.on_route = seen.watch if seen else None
+            write_logits(
+                engine, ids, place, sweep=sweep, decode_from=decode_from, last=last, meter=meter
+            )
+            if seen and routing_place:
+                seen.write(routing_place)
 
 
 @app.command()
@@ -162,7 +165,7 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
     from .inspect import render
 
     facts = look(find_model(model))
-    print(json.dumps(facts.to_dict()) if as_json else render(facts))
+    write_out(json.dumps(facts.to_dict()) if as_json else render(facts))
 
 
 @app.command()
@@ -174,7 +177,6 @@ def check(
     """Verify a model folder; every finding comes with its remedy."""
     from .check import check as verify
     from .check import has_errors
-    from .config import show_size
 
     with Progress() as progress:
         findings = verify(
@@ -183,11 +185,13 @@ def check(
             lambda done, total: progress.show(f"read {show_size(done)} of {show_size(total)}"),
         )
     if as_json:
-        print(json.dumps([finding._asdict() for finding in findings]))
+        write_out(json.dumps([finding._asdict() for finding in findings]))
     else:
         for finding in findings:
-            print(f"{finding.level}: {finding.what} {finding.remedy}".rstrip())
-        print("The model can be run." if not has_errors(findings) else "The model cannot be run.")
+            write_out(f"{finding.level}: {finding.what} {finding.remedy}".rstrip())
+        write_out(
+            "The model can be run." if not has_errors(findings) else "The model cannot be run."
+        )
     if has_errors(findings):
         raise typer.Exit(1)
 
@@ -226,12 +230,11 @@ def make_tiny_command(
     **overrides: Any,
 ) -> None:
     """Write a seeded synthetic checkpoint in the released layout into OUT."""
-    from .config import show_size
     from .make_tiny import make_tiny, make_tiny_full
 
     given = {name: value for name, value in overrides.items() if value is not None}
     if "mla_layers" in given:
-        given["mla_layers"] = tuple(int(i) for i in given["mla_layers"].split(","))
+        given["mla_layers"] = _layers(given["mla_layers"])
     if full != sparse:
         raise UsageError("--full and --sparse go together.", "Give both or neither.")
     if full and (given or size != "nano"):
@@ -245,48 +248,98 @@ def make_tiny_command(
             made = make_tiny_full(out, seed, show)
         else:
             made = make_tiny(out, size, seed, progress=show, **given)
-    print(json.dumps({k: v for k, v in made.items() if k != "sha256"}))
+    write_out(json.dumps({k: v for k, v in made.items() if k != "sha256"}))
 
 
-@contextmanager
-def _loading_libraries(progress: Progress) -> Iterator[None]:
-    """Say so; meanwhile Ctrl-C leaves at once, since an import may swallow an interrupt."""
+def _layers(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text, re.ASCII):
+        raise UsageError(f"--mla-layers {text!r} is no list of layers.", "Write it like 3,7,8.")
+    return tuple(map(int, text.split(",")))
 
-    def leave(number: int, frame: Any) -> None:
-        os.write(2, b"\ninterrupted\n")
-        os._exit(INTERRUPTED)
 
-    progress.say("loading libraries")
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT)
-    ours = main and before is signal.default_int_handler  # not where a caller ignores it
-    if ours:
-        signal.signal(signal.SIGINT, leave)
+class _How(NamedTuple):
+    """The options of loading a model, as they were typed."""
+
+    ram: str | None
+    cache: str | None
+    dtype: str
+    sweep: int
+    threads: int | None
+
+
+def _open(
+    model: str,
+    size: Callable[[Tokenizer, ModelSpec], dict[str, int]],
+    how: _How,
+    progress: Progress,
+    meter: Meter,
+) -> Engine:
+    """The engine, once every option is known to make sense."""
+    from .engine import Options, Watch, open_engine
+    from .report import lowered, plan_lines
+
+    ram = None if how.ram is None else parse_size(how.ram)
+    cache = None if how.cache is None else parse_size(how.cache)
+    rest: dict[str, Any] = {"ram": ram, "cache": cache, "dtype": how.dtype}
+    if how.threads is not None:
+        rest["threads"] = how.threads
+    Options(sweep=how.sweep, **rest)
+    sizes: dict[str, int] = {}
+
+    def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
+        sizes.update(size(tokenizer, spec))
+        return sizes
+
+    def say_plan(plan: Plan) -> None:
+        notes = lowered(plan, cache, sizes["sweep"])
+        progress.say("\n".join(plan_lines(plan, notes)))
+
+    def loading(done: int, total: int) -> None:
+        progress.show(f"loading the trunk: {show_size(done)} of {show_size(total)}")
+
+    watch = Watch(say_plan, loading, meter.layer, lambda text: progress.say(f"warning: {text}"))
+    return open_engine(model, sized, watch=watch, **rest)
+
+
+def _at_least_one(*given: tuple[str, int | None]) -> None:
+    for name, value in given:
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}.", "It must be at least 1.")
+
+
+def _prompt(given: str, progress: Progress) -> str:
+    """The prompt, from stdin if it is ``-``; raises ``UsageError`` if it is empty or no UTF-8."""
+    if given == "-":
+        if sys.stdin is None:
+            raise UsageError("The prompt should come from stdin, which is closed.", "Give a text.")
+        progress.say("reading the prompt from stdin")
+        data = sys.stdin.buffer.read()
+    else:
+        data = given.encode("utf-8", "surrogateescape")  # bytes of the command line as they were
     try:
-        yield
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, before)
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"The prompt is not UTF-8: byte {error.start} is {data[error.start]:#04x}.",
+            "Convert it first (iconv -t UTF-8).",
+        ) from error
+    if not text:
+        raise UsageError("The prompt is empty.", "Give at least one character.")
+    return text
 
 
-def _watch(progress: Progress) -> Watch:
-    from .config import show_size
-    from .engine import Watch
-    from .report import plan_lines
-
-    return Watch(
-        plan=lambda plan: progress.say("\n".join(plan_lines(plan))),
-        loading=lambda done, total: progress.show(
-            f"loading the trunk: {show_size(done)} of {show_size(total)}"
-        ),
-        layer=lambda layer, layers: progress.show(f"layer {layer + 1} of {layers}"),
-        warn=lambda text: progress.say(f"warning: {text}"),
-    )
+def _check_context(spec: ModelSpec, prompt: int, more: int) -> None:
+    if prompt + more > spec.context:
+        wanted = f"{prompt:,} tokens" + (f" of prompt and {more:,} more" if more else "")
+        raise UsageError(
+            f"{wanted} exceed the model's context of {spec.context:,}.",
+            "Shorten the prompt or ask for fewer tokens." if more else "Give fewer tokens.",
+        )
 
 
 def _version(value: bool) -> None:
     if value:
-        print(__version__)
+        write_out(__version__)
         raise typer.Exit()
 
 
@@ -299,23 +352,41 @@ def _options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs a command and turns errors into one line and an exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # any locale: text leaves as UTF-8
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    steady_streams()
+    code: Any = 0
     try:
+        if sys.stdout is None:
+            raise K3Error("stdout is closed.", "Send it to a file or to /dev/null.")
         code = app(arguments, prog_name="k3offload", standalone_mode=False)
     except K3Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        code = failed(str(error), 2 if isinstance(error, UsageError) else 1)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:
-        sys.exit(1)
+        code = 1
+    except OSError as error:
+        named_one = isinstance(error.filename, str | os.PathLike)
+        place = f"{show_path(error.filename)}: " if named_one else ""
+        remedy = "Make room or choose another place." if error.errno in _FULL else "Check the path."
+        code = failed(f"{place}{error.strerror or error}. {remedy if place else ''}".rstrip(), 1)
+    except UnicodeError as error:
+        code = failed(f"{error}.", 1)
     except Exception as error:
-        if not hasattr(error, "show"):  # the parser's own errors can print themselves
+        if not hasattr(error, "format_message"):  # the parser's own errors have it
             raise
-        error.show()
-        sys.exit(2)
+        code = _misused(error)
     if code == INTERRUPTED:  # some versions of the parser return it, some raise
-        print("\ninterrupted", file=sys.stderr)
+        last_words("\ninterrupted")
+    let_go()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _misused(error: Any) -> int:
+    """What the parser has to say, in one line; without any command that is the whole help."""
+    text, context = error.format_message(), getattr(error, "ctx", None)
+    if "\n" in text:
+        last_words(text)
+        return 2
+    command = context.command_path if context else "k3offload"
+    end = "" if text.endswith((".", "?", "!")) else "."
+    return failed(f"{text}{end} See {command} --help.", 2)

@@ -270,8 +270,8 @@ class Engine:
                 continue
             try:
                 session.state.reserve(count)
-            except DoesNotFit as error:
-                failed[session] = error
+            except DoesNotFit as error:  # its traceback would keep the others' states alive
+                failed[session] = error.with_traceback(None)
                 continue
             taken.append(session)
             spans.append(Span(session.position, count, session.decoding))
@@ -349,7 +349,7 @@ class Engine:
                 self._closed = True
                 self._workers.close()
                 self.disk.close()
-                for name in ("weights", "store", "_model"):
+                for name in ("weights", "store", "_model", "_workers"):
                     self.__dict__.pop(name, None)
 
     def __enter__(self) -> Engine:

@@ -73,10 +73,6 @@ def find_output(path: str | os.PathLike[str], model: Path) -> Path:
         raise UsageError(f"{shown}: {show_path(real.parent)} is not a folder.", "Make it first.")
     if real.exists() and not real.is_file():
         raise UsageError(f"{shown} is no regular file.", "Name a file to write.")
-    if not os.access(real if real.exists() else real.parent, os.W_OK) or not os.access(
-        real.parent, os.W_OK | os.X_OK
-    ):
-        raise UsageError(f"{shown} may not be written.", "Choose another place.")
     home = Path(os.path.realpath(model))
     held = real.exists() and any(real.samefile(entry) for entry in _files(home))
     if held or home in real.parents:
@@ -84,7 +80,31 @@ def find_output(path: str | os.PathLike[str], model: Path) -> Path:
             f"{shown} would be written into the model {show_path(home)}, which is left as it is.",
             "Choose a place outside of it.",
         )
+    try:
+        probe = partial_path(real)
+        probe.open("xb").close()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{shown} cannot be written: {error.strerror}.", "Choose another place."
+        ) from error
     return real
+
+
+def find_outputs(
+    model: str | os.PathLike[str], tokens: Path, out: Path, routing: Path | None
+) -> tuple[Path, Path | None]:
+    """``find_output`` of ``out`` and ``routing``, which must differ from each other and ``tokens``.
+
+    Raises ``UsageError``.
+    """
+    folder = find_model(model)
+    place = find_output(out, folder)
+    routing_place = None if routing is None else find_output(routing, folder)
+    real = Path(os.path.realpath(tokens))
+    if place in (real, routing_place) or real == routing_place:
+        raise UsageError("--tokens, --out and --routing name one file twice.", "Name another.")
+    return place, routing_place
 
 
 def _files(folder: Path) -> list[Path]:

@@ -108,6 +108,8 @@ def generate(engine: Engine, requests: Sequence[Request]) -> Iterator[Event]:
     active = [_Active(i, request, engine) for i, request in enumerate(requests)]
     if len({id(a.session) for a in active}) < len(active):
         raise SessionError("Two requests are of one session.", "Fork it, or run them in turn.")
+    if any(a.session.engine is not engine for a in active):
+        raise SessionError("A session is of another engine.", "Use its own engine.")
     return _loop(engine, active)
 
 

@@ -114,10 +114,11 @@ def _number(path: Path) -> int | None:
 
 def _file_pages(group: Path, names: _Names) -> int:
     try:
-        pairs = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
+        lines = (group / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(pair[1]) for pair in pairs if pair[0] in names.file_pages)
+    fields = dict(line.partition(" ")[::2] for line in lines)
+    return sum(int(fields.get(name, 0)) for name in names.file_pages)
 
 
 def steady_allocator() -> None:

@@ -26,6 +26,7 @@ from .tiny_write import (
     MARKER,
     METADATA_ROOM,
     Progress,
+    check_folder,
     prepare_folder,
     shard_header,
     shard_name,
@@ -56,6 +57,7 @@ def make_tiny(
     is written.
     """
     made, folder = tiny_size(size, **overrides), Path(out)
+    check_folder(folder)
     recipes = Recipes(made, seed)
     parts = [partial(recipes.layer, i) for i in range(made.layers)]
     parts.append(partial(recipes.common))

@@ -9,18 +9,62 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
 
 from .find import named
 
+INTERRUPTED = 130  #: exit code
 EVERY = 5.0  #: seconds between lines where nothing can be redrawn
+
+
+def steady_streams() -> None:
+    """Standard streams that are there, and UTF-8 in any locale.
+
+    Numbers 0 to 2 are taken by something, or the next file that is opened would be written to by
+    whoever writes to stderr.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def last_words(text: str) -> None:
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def failed(text: str, code: int) -> int:
+    """``code``, and one line on stderr, whatever letters stand in ``text``."""
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
+    last_words(f"error: {text}")
+    return code
+
+
+def let_go() -> None:
+    """Drop what cannot be written any more; the interpreter would complain about it at the end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), stream.fileno())
 
 
 def write_out(text: str, end: str = "\n") -> None:
@@ -64,10 +108,11 @@ class Progress:
         if self._quiet or self._text_under_way:
             return
         if self._live:
-            if self._status is None:
-                self._status = self._console.status(text, spinner="line")
-                self._status.start()
-            self._status.update(text)
+            with self._or_silence():
+                if self._status is None:
+                    self._status = self._console.status(text, spinner="line")
+                    self._status.start()
+                self._status.update(text)
         elif time.monotonic() - self._last >= EVERY:
             self._last = time.monotonic()
             self._print(text)
@@ -75,7 +120,7 @@ class Progress:
     def clear(self) -> None:
         """Take the changing line away, before something else is written to the terminal."""
         if self._status is not None:
-            with suppress(OSError):
+            with self._or_silence():
                 self._status.stop()
             self._status = None
 
@@ -90,8 +135,13 @@ class Progress:
         self._text_under_way = False
 
     def _print(self, text: str) -> None:
-        try:
+        with self._or_silence():
             self._console.print(text)
+
+    @contextmanager
+    def _or_silence(self) -> Iterator[None]:
+        try:
+            yield
         except OSError:
             self._quiet = True
 
@@ -111,6 +161,27 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Leave it to the caller; the library would end the process and drop stdout as well."""
         raise BrokenPipeError
+
+
+@contextmanager
+def loading_libraries(progress: Progress) -> Iterator[None]:
+    """Say so; meanwhile Ctrl-C leaves at once, since an import may swallow an interrupt."""
+
+    def leave(number: int, frame: Any) -> None:
+        os.write(2, b"\ninterrupted\n")
+        os._exit(INTERRUPTED)
+
+    progress.say("loading libraries")
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    ours = main and before is signal.default_int_handler  # not where a caller ignores it
+    if ours:
+        signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
 
 
 class Meter:

@@ -71,9 +71,7 @@ def run_generate(engine: Engine, job: Job, progress: Progress, meter: Meter) -> 
     return done.error is None
 
 
-def _collect(
-    engine: Engine, job: Job, progress: Progress, meter: Meter, answer: _Answer
-) -> None:
+def _collect(engine: Engine, job: Job, progress: Progress, meter: Meter, answer: _Answer) -> None:
     rows, total = engine.plan.sweep_rows, len(job.prompt)
     meter.prompt(0, total, min(rows, total))
     with engine.session() as session:

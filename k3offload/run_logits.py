@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .config import ROW_TILE, align_up
 from .engine import Engine, rows_of
 from .errors import UsageError
 from .find import published
@@ -66,9 +67,9 @@ class Routing:
     def watch(self, layer: int, tile: Tile, experts: torch.Tensor, weights: torch.Tensor) -> None:
         """Takes what the router of ``layer`` chose for a tile."""
         for part in tile.parts:
-            rows, at = slice(part.at, part.at + part.count), slice(part.start, part.start + part.count)
-            self._experts[self._rows[layer], at] = experts[rows].numpy()
-            self._weights[self._rows[layer], at] = weights[rows].numpy()
+            rows, end = slice(part.at, part.at + part.count), part.start + part.count
+            self._experts[self._rows[layer], part.start : end] = experts[rows].numpy()
+            self._weights[self._rows[layer], part.start : end] = weights[rows].numpy()
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """``layers`` [n], ``experts`` [n, T, k], ``weights`` [n, T, k], tokens in order."""
@@ -77,12 +78,13 @@ class Routing:
 
     def write(self, path: Path) -> None:
         """The arrays as ``.npz``."""
+        a = self.arrays()
         with published(path) as file:
-            np.savez(file, **self.arrays())
+            np.savez(file, layers=a["layers"], experts=a["experts"], weights=a["weights"])
 
 
 def _shape(spec: ModelSpec, tokens: int) -> tuple[int, int, int]:
-    if spec.moe is None:
+    if spec.moe is None or not spec.moe_layers:
         raise UsageError("This model has no routed experts.", "Leave out --routing.")
     return len(spec.moe_layers), tokens, spec.moe.top_k
 
@@ -111,7 +113,7 @@ def write_logits(
     """
     rows = len(tokens) if last is None else min(last, len(tokens))
     first_kept = len(tokens) - rows
-    if rows_of(min(sweep, engine.options.sweep)) > engine.plan.sweep_rows:
+    if rows_of(min(sweep, align_up(len(tokens), ROW_TILE))) > engine.plan.sweep_rows:
         sweep = engine.plan.sweep_rows
     state = engine.new_state()
     with published(out) as file:

@@ -86,6 +86,10 @@ class Latents:
         while len(self._blocks) * LATENT_BLOCK < self.length + count:
             self._blocks.append(_Block(self._ledger, self._width, self._dtype))
 
+    def release(self) -> None:
+        """Give back what was reserved and holds no token."""
+        del self._blocks[self.blocks :]
+
     @property
     def blocks(self) -> int:
         """Blocks that hold tokens."""
@@ -139,9 +143,17 @@ class SequenceState:
         return self
 
     def reserve(self, count: int) -> None:
-        """Make room for ``count`` more tokens in all layers, before a sweep changes anything."""
-        for latents in self.latents.values():
-            latents.reserve(count)
+        """Make room for ``count`` more tokens in all layers, before a sweep changes anything.
+
+        Raises ``DoesNotFit``, and then holds no more than before.
+        """
+        try:
+            for latents in self.latents.values():
+                latents.reserve(count)
+        except DoesNotFit:
+            for latents in self.latents.values():
+                latents.release()
+            raise
 
     def copy(self) -> SequenceState:
         """An independent copy; full latent blocks are shared since they never change."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from .config import READ_ALIGN
 from .errors import CheckpointError
+from .find import partial_path
 from .spec import ModelSpec
 from .tiny_config import make_generation_config
 from .tiny_recipes import Array, Recipes, Value, rng_for
@@ -27,6 +28,7 @@ from .tiny_write import (
     MARKER,
     METADATA_ROOM,
     Progress,
+    check_folder,
     prepare_folder,
     shard_header,
     shard_name,
@@ -35,6 +37,7 @@ from .tiny_write import (
     write_index,
     write_json,
     write_shard,
+    write_text,
 )
 
 RELEASED: Final = Path(__file__).parent / "released" / "config.json"
@@ -57,9 +60,11 @@ def make_tiny_full(
 
     ``config`` replaces the released configuration, to make the same thing smaller.  Returns
     ``out``, ``bytes`` (of tensors, holes included), ``tensors`` and ``real_bytes``.  Raises
-    ``CheckpointError`` (folder in use, no holes on this file system) or ``DoesNotFit`` (disk).
+    ``UsageError`` or ``CheckpointError`` (folder in use, no holes on this file system) or
+    ``DoesNotFit`` (disk).
     """
     folder, text = Path(out), RELEASED.read_text() if config is None else json.dumps(config)
+    check_folder(folder)
     spec = ModelSpec.from_config(json.loads(text), "config.json")
     recipes = Recipes(size_of(spec), seed)
     real = sum(_real_bytes(*part) for part in full_parts(spec, recipes))
@@ -74,7 +79,7 @@ def make_tiny_full(
         weight_map.update(dict.fromkeys(order, name))
         if progress:
             progress(name, total, spec.total_bytes)
-    (folder / "config.json").write_text(text)
+    write_text(folder / "config.json", text)
     write_json(folder / "generation_config.json", make_generation_config(recipes.size))
     write_byte_ranks(folder / "tiktoken.model")
     write_index(folder, total, weight_map)
@@ -194,12 +199,14 @@ def held_bytes(path: Path) -> int:
 
 def _require_holes(folder: Path) -> None:
     """Raise ``CheckpointError`` where a hole would be written out as zeros."""
-    probe = folder / "config.json"
-    with probe.open("wb") as file:
-        file.truncate(PROBE_BYTES)
-        os.fsync(file.fileno())
-    held = held_bytes(probe)
-    probe.unlink()
+    probe = partial_path(folder / "probe")
+    try:
+        with probe.open("xb") as file:
+            file.truncate(PROBE_BYTES)
+            os.fsync(file.fileno())
+        held = held_bytes(probe)
+    finally:
+        probe.unlink(missing_ok=True)
     if held > PROBE_BYTES // 2:
         raise CheckpointError(
             f"The file system of {folder} keeps no holes: the full checkpoint would take 1.56 TB.",

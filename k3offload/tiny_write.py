@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import os
 import re
@@ -18,15 +19,16 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from .config import show_size
-from .errors import CheckpointError, DoesNotFit
+from .errors import CheckpointError, DoesNotFit, UsageError
+from .find import published
 from .tiny_recipes import ITEMSIZE, Value
 
 MARKER: Final = "make_tiny.json"  # its presence says: this folder is ours to overwrite
 INDEX: Final = "model.safetensors.index.json"
 METADATA_ROOM: Final = 1 << 20  # bytes kept free for config, tokenizer and the like
-_OURS: Final = re.compile(
-    r"model-\d{5}-of-\d{6}\.safetensors(\.part)?|config\.json|generation_config\.json"
-    r"|tiktoken\.model|model\.safetensors\.index\.json(\.part)?|make_tiny\.json(\.part)?"
+_OURS: Final = re.compile(  # what a run writes, and what one that was killed leaves
+    r"model-\d{5}-of-\d{6}\.safetensors|config\.json|generation_config\.json|tiktoken\.model"
+    r"|model\.safetensors\.index\.json|make_tiny\.json|\.k3offload-[0-9a-f]{16}\.partial"
 )
 
 
@@ -72,7 +74,7 @@ def shard_header(
 def write_shard(
     path: Path, tensors: Mapping[str, Value], order: Sequence[str] | None = None, *, sparse: bool
 ) -> Shard:
-    """Write one shard beside its final name, then move it there.
+    """Write one shard; it appears when it is complete.
 
     ``sparse`` leaves holes where a value has no (more) chunks, does not hash, and writes the
     header as the release does; otherwise a value that is short is a bug of its recipe.
@@ -80,8 +82,7 @@ def write_shard(
     order = shard_order(tensors) if order is None else order
     header = shard_header(tensors, order, metadata=not sparse)
     sha, position = hashlib.sha256(header), len(header)
-    part = path.with_name(path.name + ".part")
-    with part.open("wb", buffering=1 << 20) as file:
+    with published(path) as file:
         file.write(header)
         for name in order:
             value, end = tensors[name], position + tensors[name].nbytes
@@ -97,40 +98,41 @@ def write_shard(
             assert position <= end if sparse else position == end, (name, position, end)
             position = end
         file.truncate(position)
-    os.replace(part, path)
     return Shard(position - len(header), "" if sparse else sha.hexdigest())
 
 
 def write_json(path: Path, content: object) -> None:
     """Indented, sorted JSON, published whole."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, json.dumps(content, indent=2, sort_keys=True))
+
+
+def write_text(path: Path, text: str) -> None:
+    """UTF-8, published whole."""
+    with published(path) as file:
+        file.write(text.encode())
 
 
 def write_index(folder: Path, total: int, weight_map: Mapping[str, str]) -> None:
     """``model.safetensors.index.json``, line by line: K3 has half a million of them."""
-    part = folder / (INDEX + ".part")
-    with part.open("w", encoding="utf-8") as file:
+    with published(folder / INDEX) as raw, io.TextIOWrapper(raw, "utf-8") as file:
         file.write(f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{')
         for n, name in enumerate(sorted(weight_map)):
             comma = "," if n else ""
             file.write(f"{comma}\n    {json.dumps(name)}: {json.dumps(weight_map[name])}")
         file.write("\n  }\n}")
-    os.replace(part, folder / INDEX)
 
 
 def write_byte_ranks(path: Path) -> None:
     """A rank file of the 256 single bytes: a tokenizer that knows no merges."""
     lines = (f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256))
-    path.write_text("".join(lines), encoding="ascii")
+    write_text(path, "".join(lines))
 
 
-def prepare_folder(folder: Path, about: Mapping[str, Any], needed: int) -> None:
-    """Make ``folder`` ready to be written, or raise before anything is touched.
+def check_folder(folder: Path) -> None:
+    """Raise if a checkpoint must not be written into ``folder``; touches nothing.
 
-    ``needed`` is in bytes of real disk.  Raises ``CheckpointError`` for a folder with files that
-    are not from a former run, ``DoesNotFit`` when the disk has too little room.
+    ``CheckpointError`` for a file, or a folder with files that are not from a former run;
+    ``UsageError`` for one inside another model's folder, or where no folder can be.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file, not a folder.", "Choose another folder.")
@@ -140,10 +142,31 @@ def prepare_folder(folder: Path, about: Mapping[str, Any], needed: int) -> None:
             f"{folder} is not empty and was not made by make-tiny (it holds {there[0].name}).",
             "Choose an empty folder.",
         )
-    ours = [p for p in there if _OURS.fullmatch(p.name) and p.is_file()]
-    parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    reclaimed = sum(p.stat().st_blocks * 512 for p in ours)
-    free = shutil.disk_usage(parent).free + reclaimed
+    for place in Path(os.path.realpath(folder)).parents:
+        if (place / "config.json").is_file() and not (place / MARKER).is_file():
+            raise UsageError(
+                f"{folder} lies inside the model folder {place}, which is left as it is.",
+                "Choose a folder outside of it.",
+            )
+    base = _existing(folder)
+    if not base.is_dir():
+        raise UsageError(f"{folder}: {base} is not a folder.", "Choose another folder.")
+
+
+def _existing(folder: Path) -> Path:
+    return next(p for p in (folder, *folder.absolute().parents) if p.exists())
+
+
+def prepare_folder(folder: Path, about: Mapping[str, Any], needed: int) -> None:
+    """Make ``folder`` (see ``check_folder``) ready to be written.
+
+    ``needed`` is in bytes of real disk.  Raises ``DoesNotFit``, before anything is touched, when
+    the disk has too little room.
+    """
+    there = folder.iterdir() if folder.exists() else ()
+    ours = [p for p in there if _OURS.fullmatch(p.name) and (p.is_file() or p.is_symlink())]
+    reclaimed = sum(p.lstat().st_blocks * 512 for p in ours)
+    free = shutil.disk_usage(_existing(folder)).free + reclaimed
     if needed > free:
         raise DoesNotFit(
             f"The checkpoint needs {needed} bytes ({show_size(needed)}) but the disk of {folder} "

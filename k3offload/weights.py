@@ -131,6 +131,7 @@ class Weights:
     def _read(
         self, layer: int, tensors: Sequence[Tensor], slab: Slab | None = None
     ) -> LayerWeights:
+        counts = Counts() if slab is None else self.counts  # loading answers no request
         if slab is None:
             slab = Slab(arena_size(tensors), claim=False)
         named, pieces, at = {}, [], 0
@@ -139,7 +140,7 @@ class Weights:
             pieces.append((tensor.location, place))
             named[tensor.name] = _as_tensor(place, tensor)
             at += align_up(tensor.location.length, TENSOR_ALIGN)
-        self._read_counted(pieces, Counts() if slab is None else self.counts, 0)
+        self._read_counted(pieces, counts, 0)
         weights = LayerWeights(layer, named, self.spec)
         weights.check_values()
         return weights

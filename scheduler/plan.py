@@ -92,7 +92,7 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
             f"The smallest plan needs {least:,} bytes ({show_size(least)}) and "
             f"{limits.total:,} ({show_size(limits.total)}) are allowed: "
             f"{least - limits.total:,} are missing.",
-            f"Give --ram {-(-least // 10**6)}M or more, fewer sessions or a shorter context.",
+            f"Give --ram {-(-least // 10**6)}M or more, or fewer tokens (and sessions) at a time.",
             missing=least - limits.total,
         )
     while (

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from k3offload import spec as spec_module
 from k3offload.inventory import TensorSpec

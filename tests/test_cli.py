@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from k3offload import progress
+from k3offload.config import show_size
 from k3offload.engine import load
 from k3offload.make_tiny import make_tiny
 from k3offload.textstream import TextStream
@@ -32,6 +34,7 @@ from tests.helpers_engine import (
     logits_of,
     same_bits,
     some_tokens,
+    starve,
 )
 
 COMMAND = [sys.executable, "-c", "from k3offload.cli import main; main()"]
@@ -144,6 +147,77 @@ def test_interrupt_r25(moment: str) -> None:
     assert b"Traceback" not in err
 
 
+def test_the_first_line_comes_before_torch_r04() -> None:
+    """In a process where torch cannot be imported at all."""
+    code = "import sys; sys.modules['torch'] = None; from k3offload.cli import main; main()"
+    for arguments in (["generate", "nano", "x"], ["logits", "nano", "--tokens", "t", "--out", "l"]):
+        run = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, timeout=60, text=True
+        )
+        assert run.stderr.startswith("loading libraries\n") and "torch" in run.stderr
+
+
+def test_prompt_tokens_rate_and_time_left_r04(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Shown while the prompt is computed, layer by layer; without a terminal too."""
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    folder, count = checkpoint(**BRIEF), 150
+    np.save(tmp_path / "t.npy", np.array(some_tokens(count, 1)))
+    for command in (
+        ["generate", folder, "x" * count, "-n", 2, "--ignore-end", "--sweep", 64],
+        ["logits", folder, "--tokens", tmp_path / "t.npy", "--out", tmp_path / "l", "--sweep", 64],
+    ):
+        code, _, err = call(command, capsys)
+        assert code == 0, err
+        form = rf"prompt: (\d+) of {count} tokens(?:, \S+ tokens/s, \d+ s left)?, layer (\d) of 5"
+        seen = [(int(done), int(layer)) for done, layer in re.findall(form, err)]
+        assert seen == [(done, layer) for done in (0, 64, 128) for layer in range(1, 6)]
+        assert err.count("tokens/s, ") >= 14  # all but the very first
+
+
+def test_a_drawn_seed_is_told_and_repeats_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["generate", checkpoint(**BRIEF), "abc", "-n", "9", "--json", "--ignore-end"]
+    code, out, err = call([*base, "--temperature", "1.5"], capsys)
+    assert code == 0
+    drawn = json.loads(out)
+    again = ["--seed", drawn["seed"]]
+    assert f"--seed {drawn['seed']} gives the same text" in err
+    code, out, err = call([*base, "--temperature", "1.5", *again], capsys)
+    assert json.loads(out)["tokens"] == drawn["tokens"] and "the same text" not in err
+    assert json.loads(call([*base, "--temperature", "1.5"], capsys)[1])["seed"] != drawn["seed"]
+    code, out, err = call(base, capsys)
+    assert json.loads(out)["seed"] is None and "seed" not in err
+
+
+def test_what_the_plan_lowers_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder, tokens = checkpoint(**BRIEF), some_tokens(150, 1)
+    code, out, err = call(["generate", folder, "x", "-n", 1, "--cache", "1T", "--json"], capsys)
+    assert code == 0 and json.loads(out)["plan"]["notes"] == []  # all experts fit: nothing lowered
+    starve(monkeypatch)
+    command = ["generate", folder, "x" * 150, "-n", 1, "--cache", "1M", "--json"]
+    code, out, err = call(command, capsys)
+    assert code == 0, err
+    notes = json.loads(out)["plan"]["notes"]
+    assert "--cache 1,000,000 is lowered to" in notes[0]
+    assert "--sweep is lowered to 64 tokens" in notes[1]
+    assert all(f"note: {note}\n" in err for note in notes)
+    np.save(tmp_path / "t.npy", np.array(tokens))
+    arguments = ["--tokens", tmp_path / "t.npy", "--out", tmp_path / "l.npy", "--sweep", 100]
+    code, _, err = call(["logits", folder, *arguments], capsys)
+    assert code == 0 and "--sweep is lowered to 64 tokens" in err
+    with load(folder) as engine:
+        assert same_bits(np.load(tmp_path / "l.npy"), logits_of(engine, tokens, sweep=64))
+
+
+def test_a_model_without_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint(layers=1, vision=False)
+    code, _, err = call(["generate", folder, "x", "-n", 1, "--cache", "1M"], capsys)
+    assert code == 0 and "note: --cache has no effect" in err
+
+
 def test_json_counts_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     folder, slot = checkpoint(**BRIEF), 16_384
     code, out, err = call(
@@ -215,17 +289,30 @@ def test_logits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             assert same_bits(np.load(out), logits_of(engine, tokens, **wanted)), options
 
 
-def test_logits_routing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_logits_routing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it keeps in memory is in the plan; older numpy stores every keyword as an array."""
+    savez = np.savez
+
+    def of_numpy_1(file: Any, **arrays: Any) -> None:
+        assert set(arrays) == {"layers", "experts", "weights"}
+        savez(file, **arrays)
+
+    monkeypatch.setattr(np, "savez", of_numpy_1)
     np.save(tmp_path / "t.npy", np.array(some_tokens(70, 1)))
     found = []
     for sweep in (64, 512):
-        call(
+        code, _, err = call(
             ["logits", checkpoint(**BRIEF), "--tokens", tmp_path / "t.npy", "--out",
-             tmp_path / "l.npy", "--routing", tmp_path / f"{sweep}.npz", "--sweep", sweep,
+             tmp_path / "l.npy", "--routing", tmp_path / f"r{sweep}", "--sweep", sweep,
              "--last", 1], capsys,
         )  # fmt: skip
-        with np.load(tmp_path / f"{sweep}.npz") as stored:
+        assert code == 0, err
+        with np.load(tmp_path / f"r{sweep}") as stored:
             found.append({name: stored[name] for name in stored.files})
+        kept = found[-1]["experts"].nbytes + found[-1]["weights"].nbytes
+        assert re.search(rf"kept for the caller +{show_size(kept)}\n", err)
     assert np.load(tmp_path / "l.npy").shape == (1, 512)
     assert found[0]["layers"].tolist() == [1, 2, 3, 4]
     assert found[0]["experts"].shape == found[0]["weights"].shape == (4, 70, 4)

@@ -95,7 +95,8 @@ def test_golden_greedy(name: str, engines: Any) -> None:
 @pytest.mark.parametrize("name", ["nano-0", "odd-0"])
 def test_routing_r52(name: str, engines: Any) -> None:
     """Chosen experts and their weights; the reference lists them best first."""
-    golden, engine, seen = load_golden(name), engines(name), Routing()
+    golden, engine = load_golden(name), engines(name)
+    seen = Routing(engine.spec, len(golden.tokens))
     engine.hooks.on_route = seen.watch
     logits_of(engine, golden.tokens.tolist(), sweep=64, keep=1)
     engine.hooks.on_route = None
@@ -118,7 +119,7 @@ def test_router_bias_chooses_but_does_not_weigh_r52() -> None:
         for layer in range(1, 5):
             with engine.weights.layer(layer) as w:
                 w.vector("block_sparse_moe.gate.e_score_correction_bias")[5] += 3.0
-        seen = Routing()
+        seen = Routing(engine.spec, len(tokens))
         engine.hooks.on_route = seen.watch
         got = logits_of(engine, tokens)
     wanted = Oracle(folder, change).run(tokens)

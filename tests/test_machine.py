@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from k3offload.machine import Machine, cgroup_limit, default_threads, peak_rss, read_machine, rss
+from k3offload.machine import Machine, cgroup_room, default_threads, peak_rss, read_machine, rss
 
 GIB = 1 << 30
 NO_LIMIT_V1 = 9223372036854771712
@@ -72,11 +72,67 @@ CASES: dict[str, tuple[str, dict[str, str], int | None]] = {
 def test_cgroup_limit(case: str, tmp_path: Path) -> None:
     own, limits, expected = CASES[case]
     root, proc = tree(tmp_path, own, limits)
-    assert cgroup_limit(root, proc) == expected
+    assert cgroup_room(root, proc, held=0) == expected
 
 
 def test_cgroup_limit_without_control_groups(tmp_path: Path) -> None:
-    assert cgroup_limit(tmp_path, tmp_path / "missing") is None
+    assert cgroup_room(tmp_path, tmp_path / "missing") is None
+
+
+def use(folder: str, limit: str, used: int, stat: dict[str, int], version: int) -> dict[str, str]:
+    """The files of one control group."""
+    names = (V2, "memory.current") if version == 2 else (V1, "memory.usage_in_bytes")
+    lines = "\n".join(f"{name} {size}" for name, size in stat.items())
+    return {
+        f"{folder}/{names[0]}": limit,
+        f"{folder}/{names[1]}": str(used),
+        f"{folder}/memory.stat": lines,
+    }
+
+
+def stat(version: int, inactive: int, active: int) -> dict[str, int]:
+    """``memory.stat``: version 1 has fields of the group alone beside those of its whole tree."""
+    if version == 2:
+        return {"anon": 77, "file": 88, "inactive_file": inactive, "active_file": active}
+    alone = {"cache": 88, "inactive_file": 1, "active_file": 1}
+    return {**alone, "total_inactive_file": inactive, "total_active_file": active}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("used", "inactive", "active", "held", "room"),
+    [
+        (1000, 0, 0, 1000, 8000),  # alone
+        (3000, 0, 0, 1000, 6000),  # others hold 2000
+        (3000, 500, 300, 1000, 6800),  # 800 of it is file cache
+        (3000, 2500, 0, 1000, 8000),  # less than nothing is nothing
+        (9000, 0, 0, 500, 0),  # others hold more than the limit
+    ],
+)
+def test_what_others_hold_is_taken_off(
+    version: int, used: int, inactive: int, active: int, held: int, room: int, tmp_path: Path
+) -> None:
+    prefix, own = ("memory/", "4:memory:/a\n") if version == 1 else ("", "0::/a\n")
+    files = use(f"{prefix}a", "8000", used, stat(version, inactive, active), version)
+    root, proc = tree(tmp_path, own, files)
+    assert cgroup_room(root, proc, held) == room
+
+
+def test_a_parent_that_others_fill_is_tighter(tmp_path: Path) -> None:
+    files = use("a/b", "5000", 1000, stat(2, 0, 0), 2) | use("a", "9000", 7000, stat(2, 100, 0), 2)
+    root, proc = tree(tmp_path, "0::/a/b\n", files)
+    assert cgroup_room(root, proc, held=1000) == 9000 - (7000 - 1000 - 100)
+
+
+def test_own_memory_does_not_count_as_that_of_others(tmp_path: Path) -> None:
+    """What this process holds itself: at least a block just filled, and no file pages."""
+    block = bytearray(64 << 20)
+    block[::4096] = b"x" * len(block[::4096])
+    used = 10 * GIB
+    root, proc = tree(tmp_path, "0::/a\n", use("a", str(16 * GIB), used, {}, 2))
+    room = cgroup_room(root, proc)
+    assert room is not None
+    assert (64 << 20) <= room - (16 * GIB - used) <= rss()
 
 
 def test_ceiling_is_the_smallest() -> None:
