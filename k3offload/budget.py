@@ -22,7 +22,7 @@ from .weights import arena_size, head_rows
 
 HEAP_SLACK = 20 << 20  #: fragmentation of the C heap and small objects of a running sweep
 KERNEL_CODE = 350_000  #: bytes the matrix library keeps for each shape of a bfloat16 product,
-#: and up to twice as much again for large ones
+#: and as much again for large ones
 
 
 def demand_of(
@@ -110,7 +110,7 @@ def _tiles(spec: ModelSpec, dtype: torch.dtype, threads: int) -> int:
         elif ".experts." in tensor.name:
             coded = max(coded, step * k * dtype.itemsize)  # copied to an aligned place
     float_tile = max(n * k for n, k in wide) * 4
-    code = sum(KERNEL_CODE * (1 + min(2, n * k / 2**19)) for n, k in narrow if n)
+    code = sum(KERNEL_CODE * (1 + min(1, n * k / 2**19)) for n, k in narrow if n)
     return min(threads, tiles) * (float_tile + coded) + _heads(spec, threads) + int(code)
 
 
@@ -143,13 +143,14 @@ def working_set(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
         ROW_TILE * kda.width * (6 * a + 52) if spec.kda_layers else 0,
         group * (query * (a + 4) + mla.heads * mla.v * 12 + h * a * 2) if spec.mla_layers else 0,
         ROW_TILE * spec.dense_width * (3 * a + 28),
-        ROW_TILE * h * 4 * (sums + 4) + ROW_TILE * spec.vocab * 4 * 2,
+        ROW_TILE * h * 4 * (sums + 4) + ROW_TILE * spec.vocab * 4,
     ]
     if m is not None:
-        per_row = (m.io + (h if m.shared_width else 0)) * a * 2 + m.top_k * (m.io * a + 48)
+        per_row = (m.io + (h if m.shared_width else 0)) * a + m.top_k * (m.io * a + 48)
         # gate and up, float32 copies of both, and four float32 results at once in the activation
         glu = 2 * a + (8 if a < 4 else 0) + 16
         shared = ROW_TILE * m.shared_width * glu
-        routed = min(rows, EXPERT_ROWS) * (m.width * glu + 3 * m.io * a)
+        group = min(rows, EXPERT_ROWS)
+        routed = group * (m.width * 2 * a + 3 * m.io * a) + ROW_TILE * m.width * (glu - 2 * a)
         moments.append(rows * per_row + max(shared, routed) + ROW_TILE * m.experts * 40)
     return kept + max(moments) + HEAP_SLACK

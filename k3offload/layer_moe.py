@@ -34,11 +34,13 @@ def mlp(
 ) -> torch.Tensor:
     """down(act(gate x, up x)): ``x`` [R, in] -> [R, out]."""
     a, b = linear(x, gate, workers), linear(x, up, workers)
-    if spec.activation == "situ":
-        hidden = situ(a, b, spec.situ_beta, spec.situ_linear_beta)
-    else:
-        hidden = silu(a, b)
-    return linear(hidden, down, workers)
+    for begin in range(0, x.shape[0], ROW_TILE):  # bounds the float32 temporaries
+        rows = slice(begin, begin + ROW_TILE)
+        if spec.activation == "situ":
+            a[rows] = situ(a[rows], b[rows], spec.situ_beta, spec.situ_linear_beta)
+        else:
+            a[rows] = silu(a[rows], b[rows])
+    return linear(a, down, workers)
 
 
 def named_mlp(
