@@ -20,7 +20,7 @@ from .tiers.base import Location
 from .tiers.tier_disk import READERS, STAGING, windows
 from .weights import arena_size, head_rows
 
-HEAP_SLACK = 20 << 20  #: fragmentation of the C heap and small objects of a running sweep
+HEAP_SLACK = 18 << 20  #: fragmentation of the C heap and small objects of a running sweep
 KERNEL_CODE = 350_000  #: bytes the matrix library keeps for each shape of a bfloat16 product,
 #: and as much again for large ones
 
@@ -151,6 +151,6 @@ def working_set(spec: ModelSpec, dtype: torch.dtype, rows: int) -> int:
         glu = 2 * a + (8 if a < 4 else 0) + 16
         shared = ROW_TILE * m.shared_width * glu
         group = min(rows, EXPERT_ROWS)
-        routed = group * (m.width * 2 * a + 3 * m.io * a) + ROW_TILE * m.width * (glu - 2 * a)
+        routed = group * (m.width * 2 * a + m.io * 2 * a) + ROW_TILE * m.width * (glu - 2 * a)
         moments.append(rows * per_row + max(shared, routed) + ROW_TILE * m.experts * 40)
     return kept + max(moments) + HEAP_SLACK
