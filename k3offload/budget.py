@@ -10,6 +10,7 @@ import torch
 
 from .checkpoint import Checkpoint
 from .config import LATENT_BLOCK, READ_ALIGN, ROW_TILE, align_up
+from .kernels.kda_reference import SUB_BLOCK
 from .kernels.linear_reference import tile_rows
 from .layer_mla import GROUP_TILES
 from .layer_mla import HEAD_GROUP as MLA_HEADS
@@ -119,7 +120,8 @@ def _heads(spec: ModelSpec, threads: int) -> int:
     m, kda = spec.mla, spec.kda
     groups = -(-m.heads // MLA_HEADS)
     block = MLA_HEADS * LATENT_BLOCK * (2 * (m.nope + m.v) + m.nope + m.rope + 2 * ROW_TILE) * 4
-    chunk = MLA_HEADS * ROW_TILE * (12 * kda.head_dim + 4 * ROW_TILE) * 4
+    rows = ROW_TILE * (18 * kda.head_dim + 4 * ROW_TILE) * 4  # sums in float64 count twice
+    chunk = MLA_HEADS * (rows + SUB_BLOCK**2 * kda.head_dim * 16)
     return min(threads, groups) * max(block, chunk)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from k3offload import registry
 from k3offload.config import KDA_CHUNK
+from k3offload.kernels.kda_reference import kda_chunk, kda_step
 from tests.contract.test_kernel import generator, poisoned, same_bits
 from tests.helpers_ops import randn
 
@@ -307,3 +308,31 @@ def test_planted_wrong_convolutions_are_refused() -> None:
         with pytest.raises(AssertionError):
             check_conv(wrong, torch.float32)
     check_conv(right, torch.float32)
+
+
+@pytest.mark.parametrize("floor", [-0.05, -1.0, -4.9, -40.0])
+def test_the_chunk_is_as_accurate_as_the_step(floor: float) -> None:
+    """Running sums of g reach -320 in a chunk: in float32 their differences lose ten times more."""
+    generator = torch.Generator().manual_seed(0)
+    unit = torch.nn.functional.normalize
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k = unit(draw(8, 64, 32), dim=-1) / 32**0.5, unit(draw(8, 64, 32) + 0.5, dim=-1)
+    v, state = draw(8, 64, 32), draw(8, 32, 32)
+    g, beta = floor * draw(8, 64, 32).sigmoid(), draw(8, 64).sigmoid()
+
+    def stepped(kind: torch.dtype) -> torch.Tensor:
+        own, rows = state.to(kind, copy=True), []
+        for t in range(64):
+            qt, kt, vt, gt, bt = (x[:, t].to(kind) for x in (q, k, v, g, beta))
+            rows.append(kda_step(qt, kt, vt, gt, bt, own))
+        return torch.stack(rows, 1)
+
+    exact = stepped(torch.float64)
+
+    def error(out: torch.Tensor) -> float:
+        return float(((out.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
+
+    assert error(kda_chunk(q, k, v, g, beta, state.clone())) <= 2 * error(stepped(torch.float32))
