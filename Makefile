@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CREATED := $(VENV)/.created
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
-WANTED := pyproject.toml constraints.txt
+WANTED := pyproject.toml constraints.txt $(wildcard kernels/native/*)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
 .PHONY: help demo test check bench clean
@@ -30,7 +30,8 @@ $(CREATED):
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Installed again only when what is wanted has changed; the code itself is used from this folder.
+# Installed again only when what is wanted has changed (the native kernels are built then); the
+# Python code is used from this folder.
 $(INSTALLED): $(CREATED) $(WANTED)
 	$(PIP) -e .
 	@touch $@

@@ -16,6 +16,9 @@ from .errors import UsageError
 KDA_CHUNK: Final = 64  #: tokens of a KDA chunk, at absolute positions
 LATENT_BLOCK: Final = 256  #: tokens of an MLA latent block, at absolute positions
 ROW_TILE: Final = 64  #: rows of every matrix product; shorter tiles are padded with zeros
+HEAD_GROUP: Final = 8  #: heads computed together, so that shapes never depend on the threads
+SUB_BLOCK: Final = 16  #: tokens of a chunk whose decays are taken pair by pair
+TILE_ELEMENTS: Final = 1 << 20  #: weights of a tile: 2 MB in bfloat16, a core's second cache
 READ_ALIGN: Final = 4096  #: bytes; offset, length and address of a direct read
 TENSOR_ALIGN: Final = 64  #: bytes; address of every weight a matrix product reads
 
@@ -23,13 +26,25 @@ CONSTANTS: Final = {
     "kda_chunk": KDA_CHUNK,
     "latent_block": LATENT_BLOCK,
     "row_tile": ROW_TILE,
+    "head_group": HEAD_GROUP,
+    "kda_sub_block": SUB_BLOCK,
+    "tile_elements": TILE_ELEMENTS,
     "read_align": READ_ALIGN,
     "tensor_align": TENSOR_ALIGN,
 }
 
+QUANTISE_CHUNK: Final = 1 << 17  #: numbers quantised at a time: temporaries stay in a cache
+CALL_ROWS: Final = 512  #: rows of all experts of one call together; bounds memory, changes no bit
+GROUP_ROWS: Final = 512  #: rows that share one reading of the trunk; bounds memory, changes no bit
+
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY: Final = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _LARGEST: Final = 2**63 - 1  #: bytes; more than any machine has
+
+
+def tile_rows(n: int, k: int) -> int:
+    """Rows of a tile of a weight [n, k]: a multiple of 32, about ``TILE_ELEMENTS`` numbers."""
+    return min(n, max(32, TILE_ELEMENTS // k // 32 * 32))
 
 
 def parse_size(text: str | int | float) -> int:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Final, Literal, cast, get_args
 
 from .config_fields import ANY, INERT, REQUIRED, Fields, check_quantization, same, show
 from .errors import ConfigError
 from .inventory import MXFP4_GROUP, VisionSpec
-from .spec import MLA_EPS, KdaSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec
+from .spec import MLA_EPS, KdaSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec, Precision
 
 Attention = Literal["kda", "mla"]
 Ffn = Literal["dense", "moe"]
 Family = Literal["kimi_k3", "kimi_linear"]
+PACK_KEY: Final = "k3offload_pack"  #: the field by which a pack says that it is one
+PACK_VERSION: Final = 1
 
 
 def read_spec(cfg: Mapping[str, Any], source: str) -> ModelSpec:
@@ -25,9 +27,12 @@ def read_spec(cfg: Mapping[str, Any], source: str) -> ModelSpec:
     top = Fields(cfg, f"{source}: ")
     family = top.choice("model_type", ("kimi_k3", "kimi_linear"))
     _check_architectures(top)
+    version, precision = _read_pack(top)
     if family == "kimi_linear":
         spec = _read_text(top, "kimi_linear")
-        return replace(spec, inert=tuple(top.inert))
+        return replace(
+            spec, inert=tuple(top.inert), pack_version=version, trunk_precision=precision
+        )
     text = Fields(top.get("text_config"), f"{source}: text_config.")
     text.choice("model_type", ("kimi_linear",))
     _check_architectures(text)
@@ -46,7 +51,27 @@ def read_spec(cfg: Mapping[str, Any], source: str) -> ModelSpec:
         vision=top.raw.get("vision_config") is not None,
         vision_spec=vision,
         inert=(*top.inert, *text.inert, *vision_inert),
+        pack_version=version,
+        trunk_precision=precision,
     )
+
+
+def _read_pack(top: Fields) -> tuple[int, Precision]:
+    """Version and trunk precision of a folder that ``k3offload pack`` wrote; (0, bfloat16) of any
+    other.  ``source``, the identity of the model that was packed, changes nothing."""
+    raw = top.get(PACK_KEY, None)
+    if raw is None:
+        return 0, "bfloat16"
+    pack = Fields(raw, f"{top.where}{PACK_KEY}.")
+    version = pack.integer("version", high=1 << 31)
+    if version != PACK_VERSION:
+        raise ConfigError(
+            f"{pack.where}version = {version}: packs of version {PACK_VERSION} are known.",
+            "Use a newer k3offload, or pack the model again with this one.",
+        )
+    trunk = pack.choice("trunk", get_args(Precision))
+    pack.finish({"source": ANY})
+    return version, cast(Precision, trunk)
 
 
 def _check_architectures(fields: Fields) -> None:

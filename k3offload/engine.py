@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from weakref import WeakSet
@@ -12,17 +11,22 @@ from weakref import WeakSet
 import torch
 
 from .budget import demand_of
+from .budget_kernels import Backend
 from .checkpoint import Checkpoint
-from .config import ROW_TILE, parse_size
+from .config import parse_size
 from .errors import DoesNotFit, K3Error, SessionError, UsageError
 from .find import find_model
+from .kernels.choose import NATIVE, Kernels
 from .kernels.workers import Workers
-from .machine import Machine, default_threads, read_machine, steady_allocator, trim_allocator
+from .machine import default_threads, read_machine, steady_allocator, trim_allocator
 from .model import Hooks, Model, Run
-from .scheduler.plan import Limits, Plan, make_plan
-from .scheduler.policy_lru import Policy
+from .options import POLICY, PREDICT, Options, Watch, limits_of
+from .precision import choose_precision
+from .registry import implementations
+from .scheduler.plan import Plan, make_plan
+from .scheduler.schedule import Schedule, predictor_named
 from .scheduler.store import Counts, ExpertStore
-from .scheduler.sweep import Span, cut, pack
+from .scheduler.sweep import cut
 from .session import Session
 from .spec import ModelSpec
 from .state import Ledger, SequenceState
@@ -33,43 +37,7 @@ from .tokenizer import Tokenizer
 from .warmup import warm_up
 from .weights import Weights
 
-THREADS_PER_PROCESSOR = 4
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to load.  Sizes are bytes; ``ram`` None means most of what is free now."""
-
-    ram: int | None = None
-    cache: int | None = None
-    dtype: str = "bfloat16"
-    context: int = 4096
-    sessions: int = 1
-    sweep: int = 512
-    threads: int = field(default_factory=default_threads)
-
-    extra: int = 0  # bytes the caller will keep beside the engine
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise UsageError(f"dtype {self.dtype!r} is not known.", f"Use {' or '.join(DTYPES)}.")
-        for name in ("context", "sessions", "sweep", "threads"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}.", "It must be at least 1.")
-        most = THREADS_PER_PROCESSOR * default_threads()
-        if self.threads > most:
-            raise UsageError(f"threads is {self.threads}.", f"Use {most} at most on this machine.")
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Who is told what: the plan before anything is loaded, loading, layers, warnings."""
-
-    plan: Callable[[Plan], None] = lambda plan: None
-    loading: Callable[[int, int], None] = lambda done, total: None
-    layer: Callable[[int, int], None] = lambda layer, layers: None
-    warn: Callable[[str], None] = lambda text: None
 
 
 def load(
@@ -78,19 +46,28 @@ def load(
     ram: str | int | None = None,
     cache: str | int | None = None,
     dtype: str = "bfloat16",
+    trunk: str | None = None,
     context: int = 4096,
     sessions: int = 1,
     sweep: int = 512,
     threads: int | None = None,
+    kernels: Mapping[str, str] | None = None,
+    isa: str | None = None,
+    policy: str = POLICY,
+    predict: str = PREDICT,
     watch: Watch | None = None,
 ) -> Engine:
     """Open the model in folder ``path`` (or ``"nano"``, the one that comes with the package).
 
     ``ram``: bytes this process may use in all (``"16G"`` = 16e9); ``cache``: cap on the part of it
-    that holds routed experts; ``dtype``: of the activations; ``context``: tokens a session may
-    reach; ``sessions``: how many sequence states (sessions and snapshots) to reserve for;
-    ``sweep``: most prompt tokens in one pass.  None but ``dtype`` changes a bit of the results, as
-    long as ``sweep`` is a multiple of 64.
+    that holds routed experts; ``dtype``: of the activations; ``trunk``: precision of the trunk's
+    large matrices, as the folder has it, or ``int8`` or ``mxfp4``, which lose some; ``context``:
+    tokens a session may reach; ``sessions``: how many sequence states (sessions and snapshots) to
+    reserve for; ``sweep``: most prompt tokens in one pass; ``kernels``: operator -> backend, like
+    ``{"linear": "reference"}``; ``isa``: instruction set of the native kernels; ``policy``,
+    ``predict``: which expert leaves a full cache, and which are read ahead.  None but ``dtype``,
+    ``trunk``, ``kernels`` and ``isa`` changes a bit of the results, as long as ``sweep`` is a
+    multiple of 64.
 
     Raises ``ConfigError``, ``CheckpointError``, ``TokenizerError``, or ``DoesNotFit`` with the
     missing bytes, before any weight is read.
@@ -102,7 +79,12 @@ def load(
         ram=ram,
         cache=cache,
         dtype=dtype,
+        trunk=trunk,
         threads=threads,
+        kernels=kernels,
+        isa=isa,
+        policy=policy,
+        predict=predict,
         watch=watch,
     )
 
@@ -114,7 +96,12 @@ def open_engine(
     ram: str | int | None = None,
     cache: str | int | None = None,
     dtype: str = "bfloat16",
+    trunk: str | None = None,
     threads: int | None = None,
+    kernels: Mapping[str, str] | None = None,
+    isa: str | None = None,
+    policy: str = POLICY,
+    predict: str = PREDICT,
     watch: Watch | None = None,
 ) -> Engine:
     """``load`` for callers who know ``context``, ``sessions``, ``sweep`` or ``extra`` (bytes they
@@ -127,33 +114,15 @@ def open_engine(
         ram=None if ram is None else parse_size(ram),
         cache=None if cache is None else parse_size(cache),
         dtype=dtype,
+        trunk=trunk,
         threads=default_threads() if threads is None else threads,
+        kernels=kernels or {},
+        isa=isa,
+        policy=policy,
+        predict=predict,
         **sizes(tokenizer, checkpoint.spec),
     )
     return Engine(checkpoint, tokenizer, options, watch or Watch())
-
-
-def limits_of(machine: Machine, options: Options) -> Limits:
-    """The smallest of the user's budget and what the machine allows, with a note if it differs."""
-    allowed = int(machine.ceiling * 0.95)
-    notes: tuple[str, ...] = ()
-    if options.ram is None:
-        total = int(machine.ceiling * 0.9)
-    elif options.ram > allowed:
-        total = allowed
-        notes = (
-            f"--ram {options.ram:,} is more than the {allowed:,} bytes that are free for this "
-            "process now (physical memory and control group); the plan uses the latter.",
-        )
-    else:
-        total = options.ram
-    return Limits(total, options.cache, rows_of(options.sweep), notes)
-
-
-def rows_of(sweep: int) -> int:
-    """Rows that a sweep of ``sweep`` tokens may take, wherever the sweep before it ended."""
-    starts = range(0, ROW_TILE * sweep, sweep)
-    return max(len(pack([Span(start, sweep, False)])) for start in starts) * ROW_TILE
 
 
 class Engine:
@@ -173,6 +142,7 @@ class Engine:
         self._dtype = DTYPES[options.dtype]
         steady_allocator()
         self._workers = Workers(options.threads)
+        self.kernels = Kernels(self._workers, options.kernels, options.isa)
         self.disk = DiskTier(
             checkpoint.files, lambda page: checkpoint.expert(*page).extents, watch.warn
         )
@@ -185,26 +155,30 @@ class Engine:
     def _load(self, checkpoint: Checkpoint) -> None:
         """Measure, plan, say the plan, and claim what it says."""
         options = self.options
-        warm_up(self._workers, self._dtype)
+        warm_up(self.kernels, self._dtype)
         trim_allocator()
         machine = read_machine()
+        self.trunk = choose_precision(options.trunk, checkpoint.spec.trunk_precision)
         demand = demand_of(
             checkpoint,
-            self._dtype,
+            options.dtype,
+            trunk=self.trunk,
             base=machine.rss,
             threads=options.threads,
             context=options.context,
             sessions=options.sessions,
             extra=options.extra,
+            backend=Backend(self.kernels.chosen["experts"] == NATIVE, self.kernels.isa == "amx"),
         )
         self.plan: Plan = make_plan(demand, limits_of(machine, options))
         self._watch.plan(self.plan)
-        self.weights = Weights(checkpoint, self.disk, self.plan)
+        self.weights = Weights(checkpoint, self.disk, self.plan, self.trunk, self._workers)
         self.weights.load(self._watch.loading)
         self.store: ExpertStore | None = None
         if self.plan.slots:
             slab = Slab(self.plan.slots * self.plan.slot_bytes)
-            self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), Policy())
+            policy = implementations("scheduler", "policy")[options.policy].Policy(self.plan.slots)
+            self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), policy)
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
         self._counts = {
             "experts": self.store.counts if self.store else Counts(),
@@ -212,7 +186,17 @@ class Engine:
             "head": self.weights.head_counts,
             "embedding": self.weights.embed_counts,
         }
-        self._model = Model(self.weights, self.store, self._workers, self._dtype)
+        self._model = Model(self.weights, self.store, self.kernels, self._dtype, self._schedule())
+
+    def _schedule(self) -> Schedule | None:
+        """Look-ahead, where experts are missing at all."""
+        moe = self.spec.moe
+        if self.store is None or moe is None or self.store.slots >= self.plan.experts:
+            return None
+        made, path = predictor_named(self.options.predict)
+        known = {} if path is None else {"path": path}
+        predictor = made(self.spec.moe_layers, moe.experts, moe.top_k, **known)
+        return Schedule(self.store, predictor, moe.top_k)
 
     # ---- sessions ----
 
@@ -259,12 +243,12 @@ class Engine:
         failed: dict[Session, K3Error] = {}
         taken: list[Session] = []
         runs: list[Run] = []
-        spans: list[Span] = []
         turn = sorted(sessions, key=lambda s: (s not in self._passed_over, not s.decoding))
         self._passed_over.clear()
         for session in turn:
             waiting = session.waiting()
-            count = self._share(session, len(waiting), spans)
+            taken_rows = sum(len(run.tokens) for run in runs)
+            count = self._share(session, len(waiting), taken_rows)
             if not count:
                 self._passed_over.add(session)
                 continue
@@ -274,21 +258,15 @@ class Engine:
                 failed[session] = error.with_traceback(None)
                 continue
             taken.append(session)
-            spans.append(Span(session.position, count, session.decoding))
             runs.append(Run(session.state, waiting[:count], 1, session.decoding))
         if runs:
             self.run(runs, lambda i, position, row: taken[i].keep_logits(row[0].numpy()))
         failed.update({s: r.error for s, r in zip(taken, runs, strict=True) if r.error})
         return failed
 
-    def _share(self, session: Session, waiting: int, spans: Sequence[Span]) -> int:
-        """How many waiting tokens of ``session`` fit into a sweep that holds ``spans``."""
-        tiles = self.plan.sweep_rows // ROW_TILE
-        whole = Span(session.position, waiting, session.decoding)
-        if len(pack([*spans, whole])) <= tiles:
-            return waiting
-        room = (tiles - len(pack(spans))) * ROW_TILE - session.position % ROW_TILE
-        return cut(session.position, waiting, room)
+    def _share(self, session: Session, waiting: int, taken: int) -> int:
+        """How many waiting tokens of ``session`` fit into a sweep beside ``taken`` others."""
+        return cut(session.position, waiting, self.plan.sweep_rows - taken)
 
     def _check_sessions(self, sessions: Sequence[Session]) -> None:
         if len(set(map(id, sessions))) < len(sessions):
@@ -306,7 +284,7 @@ class Engine:
         Raises ``UsageError`` if the sweep is larger than planned.
         """
         layers = len(self.spec.layers)
-        rows = ROW_TILE * len(pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs]))
+        rows = sum(len(run.tokens) for run in runs)
         if rows > self.plan.sweep_rows:
             raise UsageError(
                 f"This sweep takes {rows} rows and the plan has {self.plan.sweep_rows}.",
@@ -319,7 +297,9 @@ class Engine:
 
         with self._lock:
             self._open()
-            self._model.sweep(runs, emit, Hooks(before_layer, self.hooks.on_route))
+            self._model.sweep(
+                runs, emit, Hooks(before_layer, self.hooks.on_route, self.hooks.on_ahead)
+            )
 
     # ---- accounts ----
 
@@ -347,9 +327,11 @@ class Engine:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._workers.close()
+                if "weights" in self.__dict__:
+                    self.weights.close()
                 self.disk.close()
-                for name in ("weights", "store", "_model", "_workers"):
+                self._workers.close()
+                for name in ("weights", "store", "_model", "_workers", "kernels"):
                     self.__dict__.pop(name, None)
 
     def __enter__(self) -> Engine:

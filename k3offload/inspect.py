@@ -38,6 +38,7 @@ class Inspection:
     tiers: dict[str, int]  #: bytes each way of keeping the weights needs
     constants: dict[str, int]
     notes: tuple[str, ...]
+    packed: bool = False  #: whether ``k3offload pack`` wrote the folder
 
     def to_dict(self) -> dict[str, Any]:
         """The form ``inspect --json`` prints."""
@@ -70,6 +71,7 @@ def inspect(
         tiers=_tiers(checkpoint),
         constants=dict(CONSTANTS),
         notes=tuple(note.what for note in checkpoint.notes),
+        packed=spec.pack_version > 0,
     )
 
 
@@ -85,6 +87,7 @@ def _sizes(spec: ModelSpec) -> dict[str, int | float | str | None]:
         "mla_heads": spec.mla.heads,
         "mla_latent": spec.mla.latent,
         "latent": spec.moe.latent if spec.moe else None,
+        "trunk_precision": spec.trunk_precision,
     }
 
 
@@ -129,6 +132,7 @@ def render(facts: Inspection) -> str:
         f"{facts.folder}",
         f"  {facts.family}, {sum(facts.layers.values())} layers, {facts.tensors:,} tensors in "
         f"{facts.files} files, {facts.total_bytes:,} bytes ({show_size(facts.total_bytes)})",
+        *([f"  a pack with a trunk of {facts.sizes['trunk_precision']}"] if facts.packed else []),
         "",
         "Layers",
     ]

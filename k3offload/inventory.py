@@ -32,6 +32,7 @@ TOWER, PROJECTOR = "vision tower", "projector"
 GROUPS: Final = (
     ROUTED, KDA, SHARED, MLA, LATENT, DENSE, ROUTERS, NORMS, EMBED, HEAD, FINAL, TOWER, PROJECTOR,
 )  # fmt: skip
+PADDING: Final = "k3offload.padding."  #: tensors of a pack that only align what follows them
 VISION_PREFIXES: Final = ("vision_tower.", "mm_projector.")
 
 MXFP4_KEYS: Final = (
@@ -147,7 +148,7 @@ def layer_tensors(spec: ModelSpec, layer: int) -> list[TensorSpec]:
         rows += [(DENSE, row) for row in _glu_rows("mlp.", h, spec.dense_width)]
     else:
         rows += [(g, (f"block_sparse_moe.{n}", d, s)) for g, (n, d, s) in _moe_rows(spec)]
-    return [TensorSpec(prefix + n, d, s, g, layer) for g, (n, d, s) in rows]
+    return _stored(spec, [TensorSpec(prefix + n, d, s, g, layer) for g, (n, d, s) in rows])
 
 
 def global_tensors(spec: ModelSpec) -> list[TensorSpec]:
@@ -160,7 +161,18 @@ def global_tensors(spec: ModelSpec) -> list[TensorSpec]:
         out.append(TensorSpec(model + "output_attn_res_proj.weight", "BF16", (1, h), FINAL))
     if not spec.tie_embeddings:
         out.append(TensorSpec(spec.prefix + "lm_head.weight", "BF16", (spec.vocab, h), HEAD))
-    return out
+    return _stored(spec, out)
+
+
+def _stored(spec: ModelSpec, tensors: list[TensorSpec]) -> list[TensorSpec]:
+    """Matrices of a quantised trunk become codes and scales."""
+    from .precision import parts  # it counts with DTYPE_BITS, so it must come second
+
+    return [
+        tensor._replace(name=part.name, dtype=part.dtype, shape=part.shape)
+        for tensor in tensors
+        for part in parts(tensor.name, tensor.dtype, tensor.shape, spec.trunk_precision)
+    ]
 
 
 def expert_rows(spec: ModelSpec) -> list[_Row]:

@@ -1,8 +1,8 @@
-"""One gated NoPE MLA sublayer over a group of tiles: latents, exact attention by blocks, output.
+"""One gated NoPE MLA sublayer over a group of rows: latents, exact attention by blocks, output.
 
-There is no position encoding.  Prefill parts use the plain form (keys and values are expanded
-from each latent block, once for all tiles of the group); decode parts use the absorbed form
-(the query is brought into the latent space instead).
+There is no position encoding.  Rows of prompts use the plain form (keys and values are expanded
+from each latent block, once for all parts of the group); decode rows use the absorbed form (the
+query is brought into the latent space instead).
 """
 
 from __future__ import annotations
@@ -13,157 +13,142 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .config import LATENT_BLOCK, ROW_TILE
+from .config import HEAD_GROUP, LATENT_BLOCK, ROW_TILE
 from .kernels.attend_reference import Partial, attend
-from .kernels.linear_reference import linear
-from .kernels.rms_norm_reference import rms_norm
+from .kernels.choose import Kernels
+from .kernels.linear_reference import Weight
+from .kernels.rows import by_lanes
 from .kernels.workers import Workers
-from .scheduler.sweep import Part, Tile
+from .scheduler.sweep import Group, Part
 from .spec import MlaSpec, ModelSpec
 from .state import Latents, SequenceState
 from .weights import LayerWeights
 
-GROUP_TILES = 8  #: tiles that share the expansion of a latent block
-HEAD_GROUP = 8  #: heads computed together; fixed, so that shapes never depend on the threads
+
+def mla(
+    x: torch.Tensor,
+    group: Group,
+    states: Sequence[SequenceState],
+    w: LayerWeights,
+    spec: ModelSpec,
+    kernels: Kernels,
+) -> torch.Tensor:
+    """``x`` [R, H] (normed) -> [R, H].  Appends the latents of all rows."""
+    m = spec.mla
+
+    def project(name: str, source: torch.Tensor) -> torch.Tensor:
+        return kernels.linear(source, w.matrix(f"self_attn.{name}.weight"), group.decode)
+
+    def norm(name: str, source: torch.Tensor) -> torch.Tensor:
+        weight = w.vector(f"self_attn.{name}_layernorm.weight")
+        return kernels.rms_norm(source.contiguous(), weight, spec.mla_eps)
+
+    if m.q_lora is None:
+        q = project("q_proj", x)
+    else:
+        q = project("q_b_proj", norm("q_a", project("q_a_proj", x)))
+    kv = project("kv_a_proj_with_mqa", x)
+    latent = torch.cat((norm("kv_a", kv[:, : m.kv_lora]), kv[:, m.kv_lora :]), 1)
+    latents = [state.latents[w.layer] for state in states]
+    for part in group.parts:
+        latents[part.run].append(latent[group.own(part)])
+
+    q = q.view(-1, m.heads, m.nope + m.rope)
+    up = w.matrix("self_attn.kv_b_proj.weight")
+    attend_group = _decode if group.decode else _prefill
+    attended = attend_group(q, group, latents, up, m, kernels).flatten(1)
+    if m.output_gate:
+        attended *= by_lanes(torch.sigmoid, project("g_proj", x).float())
+    return project("o_proj", attended.to(x.dtype))
+
+
+def _decode(
+    q: torch.Tensor,
+    group: Group,
+    latents: Sequence[Latents],
+    up: Weight,
+    m: MlaSpec,
+    kernels: Kernels,
+) -> torch.Tensor:
+    """``q`` [R, h, nope + rope], a token of another sequence in each row -> [R, h, v] float32."""
+    out = torch.empty(q.shape[0], m.heads, m.v)
+    for i, part in enumerate(group.parts):
+        own = latents[part.run]
+        blocks = [own.rows(b) for b in range(own.blocks)]
+        scale = (m.nope + m.rope) ** -0.5
+        out[i] = kernels.mla_decode(q[i], blocks, own.length, up, m.nope, m.v, scale)
+    return out
 
 
 @dataclass
 class _Query:
-    """The queries of one part: ``q`` [h, n, nope + rope] in the model's dtype, n = 64 or 1."""
+    """The queries of one part: ``q`` [h, 64, nope + rope], ``out`` [n, h, v] float32."""
 
     part: Part
     q: torch.Tensor
-    out: torch.Tensor  # [n, h, v] float32, the attention result
+    out: torch.Tensor
 
 
-def mla(
-    xs: Sequence[torch.Tensor],
-    tiles: Sequence[Tile],
-    states: Sequence[SequenceState],
-    w: LayerWeights,
-    spec: ModelSpec,
-    workers: Workers,
-) -> list[torch.Tensor]:
-    """``xs``: [64, H] (normed) for each tile -> [64, H] each.  Appends the latents of all rows."""
-    m = spec.mla
-
-    def project(name: str, source: torch.Tensor) -> torch.Tensor:
-        return linear(source, w.matrix(f"self_attn.{name}.weight"), workers)
-
-    queries: list[list[_Query]] = []
-    for x, tile in zip(xs, tiles, strict=True):
-        if m.q_lora is None:
-            q = project("q_proj", x)
-        else:
-            low = rms_norm(
-                project("q_a_proj", x), w.vector("self_attn.q_a_layernorm.weight"), spec.mla_eps
-            )
-            q = project("q_b_proj", low)
-        kv = project("kv_a_proj_with_mqa", x)
-        c = rms_norm(
-            kv[:, : m.kv_lora].contiguous(),
-            w.vector("self_attn.kv_a_layernorm.weight"),
-            spec.mla_eps,
-        )
-        latent = torch.cat((c, kv[:, m.kv_lora :]), 1)
-        for part in tile.parts:
-            states[part.run].latents[w.layer].append(latent[part.at : part.at + part.count])
-        queries.append([_query(q, part, m) for part in tile.parts])
-
-    latents = [state.latents[w.layer] for state in states]
-    _attend_all([query for tile in queries for query in tile], latents, w, m, workers)
-
-    outputs = []
-    for x, tile_queries in zip(xs, queries, strict=True):
-        attended = torch.zeros(ROW_TILE, m.heads * m.v)
-        for query in tile_queries:
-            part = query.part
-            attended[part.at : part.at + part.count] = query.out[: part.count].flatten(1)
-        if m.output_gate:
-            attended = attended * torch.sigmoid(project("g_proj", x).float())
-        outputs.append(project("o_proj", attended.to(x.dtype)))
-    return outputs
-
-
-def _query(q: torch.Tensor, part: Part, m: MlaSpec) -> _Query:
-    size = 1 if part.decode else ROW_TILE
-    own = q.new_zeros(size, m.heads, m.nope + m.rope)
-    own[: part.count] = q[part.at : part.at + part.count].view(part.count, m.heads, -1)
-    return _Query(part, own.transpose(0, 1).contiguous(), torch.empty(size, m.heads, m.v))
-
-
-def _attend_all(
-    queries: Sequence[_Query],
+def _prefill(
+    q: torch.Tensor,
+    group: Group,
     latents: Sequence[Latents],
-    w: LayerWeights,
+    up: Weight,
     m: MlaSpec,
-    workers: Workers,
-) -> None:
+    kernels: Kernels,
+) -> torch.Tensor:
+    """``q`` [R, h, nope + rope] of prompts -> [R, h, v] float32, heads in fixed groups."""
+    out = torch.empty(q.shape[0], m.heads, m.v)
     runs: dict[int, list[_Query]] = {}
-    for query in queries:
-        runs.setdefault(query.part.run, []).append(query)
-    kv_b = w.matrix("self_attn.kv_b_proj.weight")
-    dtype = queries[0].q.dtype
+    for part in group.parts:
+        rows = group.own(part)
+        padded = q.new_zeros(m.heads, ROW_TILE, m.nope + m.rope)
+        padded[:, : part.count] = q[rows].transpose(0, 1)
+        runs.setdefault(part.run, []).append(_Query(part, padded, out[rows]))
 
     def task(i: int) -> None:
-        begin, end = i * HEAD_GROUP, min((i + 1) * HEAD_GROUP, m.heads)
-        up = kv_b.rows(begin * (m.nope + m.v), end * (m.nope + m.v), dtype, workers)
-        for run, parts in runs.items():
-            attend_run = _absorbed if parts[0].part.decode else _plain
-            attend_run(parts, latents[run], up, slice(begin, end), m)
+        heads = slice(i * HEAD_GROUP, min((i + 1) * HEAD_GROUP, m.heads))
+        for run, queries in runs.items():
+            _plain(queries, latents[run], up, heads, m, kernels.workers)
 
-    workers.map(task, -(-m.heads // HEAD_GROUP))
+    kernels.workers.map(task, -(-m.heads // HEAD_GROUP))
+    return out
 
 
 def _plain(
-    queries: Sequence[_Query], latents: Latents, up: torch.Tensor, heads: slice, m: MlaSpec
+    queries: Sequence[_Query],
+    latents: Latents,
+    up: Weight,
+    heads: slice,
+    m: MlaSpec,
+    workers: Workers,
 ) -> None:
-    """Prefill: per block, k = [W_k c | e] and v = W_v c for the heads of ``up``."""
-    count = heads.stop - heads.start
+    """Per block, k = [W_k c | e] and v = W_v c for ``heads``, then attention of all queries."""
+    count, width = heads.stop - heads.start, m.nope + m.v
     partials = [Partial(count, ROW_TILE, m.v) for _ in queries]
     scale = (m.nope + m.rope) ** -0.5
     q = [query.q[heads].float() for query in queries]
+    weight = up.rows(heads.start * width, heads.stop * width, queries[0].q.dtype, workers)
     for b in range(latents.blocks):
         block = latents.block(b)
         c, extra = block[:, : m.kv_lora].contiguous(), block[:, m.kv_lora :].float()
-        tiles = [F.linear(c[r : r + ROW_TILE], up) for r in range(0, LATENT_BLOCK, ROW_TILE)]
-        kv = torch.cat(tiles).view(LATENT_BLOCK, count, m.nope + m.v).transpose(0, 1).float()
+        tiles = [F.linear(c[r : r + ROW_TILE], weight) for r in range(0, LATENT_BLOCK, ROW_TILE)]
+        kv = torch.cat(tiles).view(LATENT_BLOCK, count, width).transpose(0, 1).float()
         k = torch.cat((kv[..., : m.nope], extra.expand(count, -1, -1)), -1)
         v = kv[..., m.nope :].contiguous()
         for i, query in enumerate(queries):
-            allowed = _causal(query.part, b, ROW_TILE)
+            allowed = _causal(query.part, b)
             if allowed is not None:
                 attend(q[i], k, v, allowed, scale, partials[i])
     for query, partial in zip(queries, partials, strict=True):
-        query.out[:, heads] = partial.result().transpose(0, 1)
+        query.out[:, heads] = partial.result()[:, : query.part.count].transpose(0, 1)
 
 
-def _absorbed(
-    queries: Sequence[_Query], latents: Latents, up: torch.Tensor, heads: slice, m: MlaSpec
-) -> None:
-    """Decode: q' = W_k^T q, scores q'.c + q_e.e, result W_v (sum of a c)."""
-    (query,) = queries
-    count = heads.stop - heads.start
-    wide = up.float().view(count, m.nope + m.v, m.kv_lora)
-    own = query.q[heads].float()
-    lifted = torch.bmm(own[:, :, : m.nope], wide[:, : m.nope])
-    q = torch.cat((lifted, own[:, :, m.nope :]), -1).transpose(0, 1).contiguous()
-    partial = Partial(1, count, m.kv_lora)
-    for b in range(latents.blocks):
-        block = latents.block(b).float()[None]
-        allowed = _causal(query.part, b, 1)
-        assert allowed is not None
-        c = block[:, :, : m.kv_lora].contiguous()
-        attend(q, block, c, allowed, (m.nope + m.rope) ** -0.5, partial)
-    context = partial.result().transpose(0, 1)
-    query.out[:, heads] = torch.bmm(context, wide[:, m.nope :].transpose(1, 2)).transpose(0, 1)
-
-
-def _causal(part: Part, block: int, rows: int) -> torch.Tensor | None:
-    """[rows, 256]: which keys of the block each row may see; None if the part ends before it."""
+def _causal(part: Part, block: int) -> torch.Tensor | None:
+    """[64, 256]: which keys of the block each row may see; None if the part ends before it."""
     first = block * LATENT_BLOCK
     if first >= part.start + part.count:
         return None
-    row = torch.arange(rows)
+    row = torch.arange(ROW_TILE)
     last_key = torch.where(row < part.count, part.start + row - first, -1)
     return torch.arange(LATENT_BLOCK)[None, :] <= last_key[:, None]

@@ -1,167 +1,197 @@
 """The feed-forward sublayers: dense, and LatentMoE in three passes over a sweep.
 
-Pass one, tile by tile: router, latent projection, shared expert.  Pass two, expert by expert as
-their pages arrive: every row of the sweep that chose it, in tiles of 64.  Pass three, tile by
-tile: the weighted sum in rising expert number, norm, up-projection, plus the shared result.
+Pass one: the routers of all rows, then the reads of the experts they chose begin.  Pass two, while
+pages load: latent projection and shared expert, then expert by expert as pages arrive, every row
+of the sweep that chose it.  Pass three: the weighted sum in rising expert number, norm,
+up-projection, plus the shared result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .config import ROW_TILE, align_up
-from .kernels.glu_reference import silu, situ
-from .kernels.linear_reference import Weight, linear
-from .kernels.rms_norm_reference import rms_norm
-from .kernels.router_reference import router
-from .kernels.workers import Workers
+from .config import CALL_ROWS, ROW_TILE
+from .kernels.choose import Kernels
+from .kernels.experts_reference import Job
+from .kernels.glu_reference import Activation
+from .kernels.linear_reference import Weight
 from .scheduler.store import ExpertStore
-from .scheduler.sweep import Tile
+from .scheduler.sweep import Group
 from .spec import ModelSpec
 from .tiers.base import Buffer, PageId
 from .weights import LayerWeights
 
 ExpertWeights = Callable[[PageId, Buffer], tuple[Weight, Weight, Weight]]  #: gate, up, down
-EXPERT_ROWS = 512  #: rows for which an expert's weights are decoded once; bounds the working set
-OnRoute = Callable[[int, Tile, torch.Tensor, torch.Tensor], None]  #: layer, tile, experts, weights
+#: layer, group, experts [R, k], weights [R, k], scores [R, E] float32, by which they were chosen
+OnRoute = Callable[[int, Group, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def activation(spec: ModelSpec) -> Activation:
+    """The gated activation of every feed-forward part of the model."""
+    return Activation(spec.activation, spec.situ_beta, spec.situ_linear_beta)
 
 
 def mlp(
-    x: torch.Tensor, gate: Weight, up: Weight, down: Weight, spec: ModelSpec, workers: Workers
-) -> torch.Tensor:
-    """down(act(gate x, up x)): ``x`` [R, in] -> [R, out]."""
-    a, b = linear(x, gate, workers), linear(x, up, workers)
-    for begin in range(0, x.shape[0], ROW_TILE):  # bounds the float32 temporaries
-        rows = slice(begin, begin + ROW_TILE)
-        if spec.activation == "situ":
-            a[rows] = situ(a[rows], b[rows], spec.situ_beta, spec.situ_linear_beta)
-        else:
-            a[rows] = silu(a[rows], b[rows])
-    return linear(a, down, workers)
-
-
-def named_mlp(
-    x: torch.Tensor, prefix: str, w: LayerWeights, spec: ModelSpec, workers: Workers
+    x: torch.Tensor, prefix: str, w: LayerWeights, spec: ModelSpec, kernels: Kernels, decode: bool
 ) -> torch.Tensor:
     """The MLP whose weights are ``prefix``.{gate,up,down}_proj: dense layers, shared experts."""
     gate, up, down = (w.matrix(f"{prefix}.{n}_proj.weight") for n in ("gate", "up", "down"))
-    return mlp(x, gate, up, down, spec, workers)
+    return kernels.experts(x, [Job(gate, up, down)], activation(spec), decode)[0]
 
 
 @dataclass
 class _Routed:
-    """Pass one's results for the whole sweep, R rows of which some are padding."""
+    """What the routers said about each of the R rows of a sweep."""
 
-    latent: torch.Tensor  # [R, Z]
-    shared: torch.Tensor | None  # [R, H]
-    experts: torch.Tensor  # [R, k] int64, -1 in padding rows
+    experts: torch.Tensor  # [R, k] int64, rising
     weights: torch.Tensor  # [R, k] float32
 
 
 def moe(
-    normed: Callable[[Tile], torch.Tensor],
-    emit: Callable[[Tile, torch.Tensor], None],
-    tiles: Sequence[Tile],
+    normed: Callable[[Group], torch.Tensor],
+    emit: Callable[[Group, torch.Tensor], None],
+    groups: Sequence[Group],
     w: LayerWeights,
     spec: ModelSpec,
     store: ExpertStore,
     expert_weights: ExpertWeights,
-    workers: Workers,
-    on_route: OnRoute | None,
-) -> None:
-    """LatentMoE of one layer: calls ``emit(tile, [64, H])`` once for each tile."""
-    routed = _route(normed, tiles, w, spec, workers, on_route)
-    outputs = _run_experts(routed, w.layer, spec, store, expert_weights, workers)
-    for tile in tiles:
-        emit(tile, _combine(routed, outputs, tile, w, spec, workers))
+    kernels: Kernels,
+    on_route: OnRoute,
+) -> torch.Tensor:
+    """LatentMoE of one layer: calls ``emit(group, [R, H])`` once for each group.  Returns what the
+    experts were given, [R, Z]."""
+    assert spec.moe is not None
+    m = spec.moe
+    xs = [normed(group) for group in groups]
+    routed = _route(xs, groups, w, spec, kernels, on_route)
+    places = _places(routed.experts, w.layer)
+    with store.lease(places) as arrivals:
+        store.drop_prefetches(w.layer)
+        latents = []
+        for i, group in enumerate(groups):
+            down = "block_sparse_moe.routed_expert_down_proj.weight"
+            x = xs[i]
+            latents.append(kernels.linear(x, w.matrix(down), group.decode) if m.latent else x)
+            if m.shared_width:  # the shared result takes the place of its input
+                xs[i] = mlp(x, "block_sparse_moe.shared_experts", w, spec, kernels, group.decode)
+        latent = torch.cat(latents) if len(latents) > 1 else latents[0]
+        outputs = latent.new_empty(*routed.experts.shape, latent.shape[1])
+        decoding = sum(group.end - group.begin for group in groups if group.decode)
+        for batch in arrivals:
+            weights = [expert_weights(page, buffer) for page, buffer in batch]
+            rows = [places[page] for page, _ in batch]
+            _run_batch(latent, outputs, weights, rows, decoding, spec, kernels)
+    for group, shared in zip(groups, xs, strict=True):
+        y = _combine(routed, outputs, group, w, spec, kernels)
+        emit(group, y + shared if m.shared_width else y)
+    return latent
 
 
 def _route(
-    normed: Callable[[Tile], torch.Tensor],
-    tiles: Sequence[Tile],
+    xs: Sequence[torch.Tensor],
+    groups: Sequence[Group],
     w: LayerWeights,
     spec: ModelSpec,
-    workers: Workers,
-    on_route: OnRoute | None,
+    kernels: Kernels,
+    on_route: OnRoute,
 ) -> _Routed:
+    experts, weights = [], []
+    for x, group in zip(xs, groups, strict=True):
+        chosen, share, scores = route(x, w, spec, kernels, group.decode)
+        on_route(w.layer, group, chosen, share, scores)
+        experts.append(chosen)
+        weights.append(share)
+    return _Routed(torch.cat(experts), torch.cat(weights))
+
+
+def route(
+    x: torch.Tensor, w: LayerWeights, spec: ModelSpec, kernels: Kernels, decode: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(experts [R, k], weights [R, k], the scores [R, E] by which they were chosen) for ``x``."""
     assert spec.moe is not None
-    m, rows = spec.moe, len(tiles) * ROW_TILE
-    experts = torch.full((rows, m.top_k), -1)
-    weights = torch.zeros(rows, m.top_k)
-    latents, shared = [], []
+    m = spec.moe
     gate = w.matrix("block_sparse_moe.gate.weight")
     bias = w.vector("block_sparse_moe.gate.e_score_correction_bias")
-    for tile in tiles:
-        x = normed(tile)
-        chosen, share = router(x, gate, bias, m.top_k, m.renormalize, m.scale, workers)
-        used = slice(tile.begin, tile.begin + tile.used)
-        experts[used], weights[used] = chosen[: tile.used], share[: tile.used]
-        if on_route is not None:
-            on_route(w.layer, tile, chosen, share)
-        if m.latent is not None:
-            down = w.matrix("block_sparse_moe.routed_expert_down_proj.weight")
-            latents.append(linear(x, down, workers))
-        else:
-            latents.append(x)
-        if m.shared_width:
-            prefix = "block_sparse_moe.shared_experts"
-            shared.append(named_mlp(x, prefix, w, spec, workers))
-    return _Routed(torch.cat(latents), torch.cat(shared) if shared else None, experts, weights)
+    chosen, share, scores = kernels.router(x, gate, bias, m.top_k, m.renormalize, m.scale, decode)
+    return chosen, share, scores + bias.float()
 
 
-def _run_experts(
-    routed: _Routed,
-    layer: int,
-    spec: ModelSpec,
-    store: ExpertStore,
-    expert_weights: ExpertWeights,
-    workers: Workers,
-) -> torch.Tensor:
-    """[R, k, Z]: each row's output of each of its experts, in whatever order pages arrive."""
-    rows, k = routed.experts.shape
-    outputs = routed.latent.new_empty(rows, k, routed.latent.shape[1])
-    flat = routed.experts.view(-1)
+def _places(experts: torch.Tensor, layer: int) -> dict[PageId, torch.Tensor]:
+    """Page -> where in ``experts`` [R, k], as flat numbers in rising order, it was chosen."""
+    flat = experts.view(-1)
     order = torch.argsort(flat, stable=True)
     numbers, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    ends = counts.cumsum(0)
-    places = {
-        PageId(layer, number): order[end - count : end]
-        for number, count, end in zip(numbers.tolist(), counts.tolist(), ends.tolist(), strict=True)
-        if number >= 0
+    parts = order.split(counts.tolist())
+    return {
+        PageId(layer, number): places
+        for number, places in zip(numbers.tolist(), parts, strict=True)
     }
-    with store.lease(places) as arrivals:
-        for page, buffer in arrivals:
-            gate, up, down = expert_weights(page, buffer)
-            for chosen in torch.split(places[page], EXPERT_ROWS):
-                source = torch.div(chosen, k, rounding_mode="floor")
-                x = routed.latent.new_zeros(align_up(len(chosen), ROW_TILE), outputs.shape[2])
-                x[: len(chosen)] = routed.latent[source]
-                y = mlp(x, gate, up, down, spec, workers)
-                outputs.view(rows * k, -1)[chosen] = y[: len(chosen)]
-    return outputs
+
+
+def _run_batch(
+    latent: torch.Tensor,
+    outputs: torch.Tensor,
+    weights: Sequence[tuple[Weight, Weight, Weight]],
+    places: Sequence[torch.Tensor],
+    decoding: int,
+    spec: ModelSpec,
+    kernels: Kernels,
+) -> None:
+    """Outputs [R, k, Z] of the experts that have arrived; the first ``decoding`` rows decode."""
+    k = outputs.shape[1]
+    flat = outputs.view(-1, outputs.shape[2])
+    for decode in (True, False):
+        border = decoding * k
+        own = [p[p < border] if decode else p[p >= border] for p in places]
+        if decoding == outputs.shape[0]:
+            own = list(places) if decode else []
+        for call in _calls(own):
+            jobs = [
+                Job(*weights[i], torch.div(where, k, rounding_mode="floor")) for i, where in call
+            ]
+            results = kernels.experts(latent, jobs, activation(spec), decode)
+            for (_, where), y in zip(call, results, strict=True):
+                flat[where] = y
+
+
+def _calls(places: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Tensor]]]:
+    """Cut and join the rows of experts into calls of ``CALL_ROWS`` rows at most."""
+    call: list[tuple[int, torch.Tensor]] = []
+    room = CALL_ROWS
+    for i, own in enumerate(places):
+        for piece in own.split(CALL_ROWS) if len(own) else ():
+            if len(piece) > room:
+                yield call
+                call, room = [], CALL_ROWS
+            call.append((i, piece))
+            room -= len(piece)
+    if call:
+        yield call
 
 
 def _combine(
     routed: _Routed,
     outputs: torch.Tensor,
-    tile: Tile,
+    group: Group,
     w: LayerWeights,
     spec: ModelSpec,
-    workers: Workers,
+    kernels: Kernels,
 ) -> torch.Tensor:
     assert spec.moe is not None
-    total = torch.zeros(ROW_TILE, outputs.shape[2])
-    used = slice(tile.begin, tile.begin + tile.used)
-    for j in range(spec.moe.top_k):
-        part = torch.zeros_like(total)
-        part[: tile.used] = outputs[used, j].float()
-        total = total + routed.weights[tile.rows, j, None] * part
-    y = total.to(outputs.dtype)
+    y = outputs.new_empty(group.end - group.begin, outputs.shape[2])
+    for begin in range(group.begin, group.end, ROW_TILE):  # bounds the float32 copies
+        rows = slice(begin, min(begin + ROW_TILE, group.end))
+        parts = outputs[rows].float() * routed.weights[rows, :, None]
+        total = torch.zeros(parts.shape[0], parts.shape[2])
+        for j in range(spec.moe.top_k):
+            total += parts[:, j]
+        y[rows.start - group.begin : rows.stop - group.begin] = total
     if spec.moe.latent_norm:
-        y = rms_norm(y, w.vector("block_sparse_moe.routed_expert_norm.weight"), spec.eps)
+        y = kernels.rms_norm(y, w.vector("block_sparse_moe.routed_expert_norm.weight"), spec.eps)
     if spec.moe.latent is not None:
-        y = linear(y, w.matrix("block_sparse_moe.routed_expert_up_proj.weight"), workers)
-    return y if routed.shared is None else y + routed.shared[tile.rows]
+        up = w.matrix("block_sparse_moe.routed_expert_up_proj.weight")
+        y = kernels.linear(y, up, group.decode)
+    return y

@@ -9,22 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .config import ROW_TILE
 from .errors import K3Error, NumericError
-from .kernels.attnres_reference import attnres
-from .kernels.linear_reference import linear
-from .kernels.rms_norm_reference import rms_norm
-from .kernels.workers import Workers, single_threaded
+from .kernels.choose import Kernels
+from .kernels.workers import single_threaded
 from .layer_kda import kda
-from .layer_mla import GROUP_TILES, mla
-from .layer_moe import OnRoute, moe, named_mlp
+from .layer_mla import mla
+from .layer_moe import OnRoute, mlp, moe, route
+from .scheduler.schedule import Schedule
 from .scheduler.store import ExpertStore
-from .scheduler.sweep import Span, Tile, pack
+from .scheduler.sweep import Group, Part, Span, pack
 from .spec import LayerSpec
 from .state import SequenceState
 from .weights import LayerWeights, Weights
+
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass
@@ -42,15 +45,20 @@ class Run:
     error: K3Error | None = None
 
 
+#: layer, next layer, what its router would choose by now [R, E], what ``layer``'s experts were
+#: given [R, Z] float32; each None unless the predictor asks for it
+OnAhead = Callable[[int, int, Floats | None, Floats | None], None]
 Emit = Callable[[int, int, torch.Tensor], None]  #: run, first position, logits [n, V] float32
 
 
 @dataclass
 class Hooks:
-    """What may watch or stop a sweep: ``before_layer(l)`` may raise, ``on_route`` sees routing."""
+    """What may watch or stop a sweep: ``before_layer(l)`` may raise, ``on_route`` sees routing,
+    ``on_ahead`` what the next layer's pages are guessed from."""
 
     before_layer: Callable[[int], None] = lambda layer: None
-    on_route: OnRoute | None = None
+    on_route: OnRoute = lambda layer, group, experts, weights, scores: None
+    on_ahead: OnAhead = lambda layer, next_layer, scores, latent: None
 
 
 @dataclass
@@ -65,10 +73,16 @@ class Model:
     """K3's forward pass over ``weights`` and the expert store ``store``."""
 
     def __init__(
-        self, weights: Weights, store: ExpertStore | None, workers: Workers, dtype: torch.dtype
+        self,
+        weights: Weights,
+        store: ExpertStore | None,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        schedule: Schedule | None = None,
     ) -> None:
         self.spec = weights.spec
-        self._weights, self._store, self._workers, self._dtype = weights, store, workers, dtype
+        self._weights, self._store, self._kernels, self._dtype = weights, store, kernels, dtype
+        self._schedule = schedule
 
     def sweep(self, runs: Sequence[Run], emit: Emit, hooks: Hooks) -> None:
         """Advance every run's state by its tokens and emit the logits of the rows it keeps.
@@ -79,19 +93,24 @@ class Model:
         """
         for run in runs:
             run.state.usable().reserve(len(run.tokens))
-        tiles = pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs])
+        groups = pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs])
+        # In a sweep with prompts most experts come anyway, in the order of the disk.
+        ahead = self._schedule if all(group.decode for group in groups) else None
+        on_route = _both(ahead, hooks.on_route) if ahead else hooks.on_route
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
         try:
-            with single_threaded():
-                stream = _Stream(self._embed(runs, tiles))
+            with single_threaded(), self._kernels.in_force():
+                stream = _Stream(self._embed(runs, groups))
                 for layer in self.spec.layers:
                     hooks.before_layer(layer.index)
                     with self._weights.layer(layer.index) as w:
-                        self._attention(layer, stream, tiles, runs, w)
-                        self._feed_forward(layer, stream, tiles, w, hooks.on_route)
-                    self._check(layer.index, stream, tiles, runs)
-                self._head(stream, tiles, runs, emit)
+                        self._attention(layer, stream, groups, runs, w)
+                        latent = self._feed_forward(layer, stream, groups, w, on_route)
+                        if ahead:
+                            self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)
+                    self._check(layer.index, stream, groups, runs)
+                self._head(stream, groups, runs, emit)
         except BaseException as error:
             for run in runs:
                 run.state.broken = f"a sweep was interrupted ({type(error).__name__}: {error})"
@@ -100,21 +119,18 @@ class Model:
             run.state.position += len(run.tokens)
             run.state.broken = None if run.error is None else run.error.problem.rstrip(".")
 
-    def _embed(self, runs: Sequence[Run], tiles: Sequence[Tile]) -> torch.Tensor:
-        rows = torch.zeros(len(tiles) * ROW_TILE, self.spec.hidden, dtype=self._dtype)
-        for tile in tiles:
-            tokens: list[int] = []
-            for part in tile.parts:
-                first = part.start - runs[part.run].state.position
-                tokens += runs[part.run].tokens[first : first + part.count]
-            rows[tile.begin : tile.begin + tile.used] = self._weights.embed(tokens, self._dtype)
-        return rows
+    def _embed(self, runs: Sequence[Run], groups: Sequence[Group]) -> torch.Tensor:
+        tokens: list[int] = []
+        for part in _parts(groups):
+            first = part.start - runs[part.run].state.position
+            tokens += runs[part.run].tokens[first : first + part.count]
+        return self._weights.embed(tokens, self._dtype)
 
     def _attention(
         self,
         layer: LayerSpec,
         stream: _Stream,
-        tiles: Sequence[Tile],
+        groups: Sequence[Group],
         runs: Sequence[Run],
         w: LayerWeights,
     ) -> None:
@@ -127,100 +143,136 @@ class Model:
             stream.p = torch.empty_like(before)
         sources = [*stream.summaries] if seals else [*stream.summaries, before]
         states = [run.state for run in runs]
-
-        def normed(tile: Tile) -> torch.Tensor:
-            h = self._mix([s[tile.rows] for s in sources], w, "self_attention_res")
-            return rms_norm(h, w.vector("input_layernorm.weight"), self.spec.eps)
-
-        def emit(tile: Tile, y: torch.Tensor) -> None:
-            stream.p[tile.rows] = y if seals else before[tile.rows] + y
-
-        if layer.attention == "kda":
-            for tile in tiles:
-                emit(tile, kda(normed(tile), tile, states, w, self.spec, self._workers))
-            return
-        for i in range(0, len(tiles), GROUP_TILES):
-            group = tiles[i : i + GROUP_TILES]
-            ys = mla([normed(t) for t in group], group, states, w, self.spec, self._workers)
-            for tile, y in zip(group, ys, strict=True):
-                emit(tile, y)
+        sublayer = kda if layer.attention == "kda" else mla
+        for group in groups:
+            h = self._mix([s[group.rows] for s in sources], w, "self_attention_res")
+            x = self._kernels.rms_norm(h, w.vector("input_layernorm.weight"), self.spec.eps)
+            y = sublayer(x, group, states, w, self.spec, self._kernels)
+            stream.p[group.rows] = y if seals else before[group.rows] + y
 
     def _feed_forward(
         self,
         layer: LayerSpec,
         stream: _Stream,
-        tiles: Sequence[Tile],
+        groups: Sequence[Group],
         w: LayerWeights,
-        on_route: OnRoute | None,
-    ) -> None:
-        """p <- p + ffn(norm(mix))."""
+        on_route: OnRoute,
+    ) -> torch.Tensor | None:
+        """p <- p + ffn(norm(mix)).  Returns what routed experts were given, [R, Z]."""
         sources = [*stream.summaries, stream.p]
 
-        def normed(tile: Tile) -> torch.Tensor:
-            h = self._mix([s[tile.rows] for s in sources], w, "mlp_res")
-            return rms_norm(h, w.vector("post_attention_layernorm.weight"), self.spec.eps)
+        def normed(group: Group) -> torch.Tensor:
+            h = self._mix([s[group.rows] for s in sources], w, "mlp_res")
+            norm = w.vector("post_attention_layernorm.weight")
+            return self._kernels.rms_norm(h, norm, self.spec.eps)
 
-        def emit(tile: Tile, z: torch.Tensor) -> None:
-            stream.p[tile.rows] += z
+        def emit(group: Group, z: torch.Tensor) -> None:
+            stream.p[group.rows] += z
 
         if layer.ffn == "dense":
-            for tile in tiles:
-                emit(tile, named_mlp(normed(tile), "mlp", w, self.spec, self._workers))
-            return
+            for group in groups:
+                x = normed(group)
+                emit(group, mlp(x, "mlp", w, self.spec, self._kernels, group.decode))
+            return None
         assert self._store is not None
-        moe(
-            normed, emit, tiles, w, self.spec, self._store, self._weights.expert, self._workers,
+        return moe(
+            normed, emit, groups, w, self.spec, self._store, self._weights.expert, self._kernels,
             on_route,
         )  # fmt: skip
+
+    def _look_ahead(
+        self,
+        layer: LayerSpec,
+        stream: _Stream,
+        latent: torch.Tensor | None,
+        schedule: Schedule,
+        watch: OnAhead,
+    ) -> None:
+        """Ask the next layer's router about the stream as it stands, its attention left out."""
+        following = self.spec.layers[layer.index + 1 :][:1]
+        if not following or following[0].ffn != "moe":
+            return
+        index, scores = following[0].index, None
+        w = self._weights.peek(index) if schedule.asks_router else None
+        if w is not None:
+            # Sealed or not, the next layer mixes the same sums, but for what its attention adds.
+            h = self._mix([*stream.summaries, stream.p], w, "mlp_res")
+            norm = w.vector("post_attention_layernorm.weight")
+            x = self._kernels.rms_norm(h, norm, self.spec.eps)
+            scores = route(x, w, self.spec, self._kernels, decode=True)[2].numpy()
+        given = latent.float().numpy() if schedule.asks_latent and latent is not None else None
+        watch(layer.index, index, scores, given)
+        schedule.ahead(layer.index, index, scores, given)
 
     def _mix(self, entries: Sequence[torch.Tensor], w: LayerWeights, site: str) -> torch.Tensor:
         if self.spec.attnres_block is None or len(entries) == 1:
             return entries[-1]
         norm, query = w.vector(f"{site}_norm.weight"), w.vector(f"{site}_proj.weight")
-        return attnres(entries, norm, query, self.spec.eps)
+        return self._kernels.attnres(entries, norm, query, self.spec.eps)
 
     def _check(
-        self, layer: int, stream: _Stream, tiles: Sequence[Tile], runs: Sequence[Run]
+        self, layer: int, stream: _Stream, groups: Sequence[Group], runs: Sequence[Run]
     ) -> None:
         if bool(torch.isfinite(stream.p).all()):
             return
-        for tile in tiles:
-            for part in tile.parts:
-                first = tile.begin + part.at
-                rows = stream.p[first : first + part.count]
-                run = runs[part.run]
-                if run.error is None and not bool(torch.isfinite(rows).all()):
-                    run.error = NumericError(
-                        f"Layer {layer} gave NaN or infinity for a token at position "
-                        f"{part.start} or after it.",
-                        "The sequence's state was dropped. Run k3offload check MODEL --full; "
-                        "if it finds nothing, try --dtype float32.",
-                    )
+        for part in _parts(groups):
+            rows = stream.p[part.row : part.row + part.count]
+            run = runs[part.run]
+            if run.error is None and not bool(torch.isfinite(rows).all()):
+                run.error = NumericError(
+                    f"Layer {layer} gave NaN or infinity for a token at position "
+                    f"{part.start} or after it.",
+                    "The sequence's state was dropped. Run k3offload check MODEL --full; "
+                    "if it finds nothing, try --dtype float32.",
+                )
 
     def _head(
-        self, stream: _Stream, tiles: Sequence[Tile], runs: Sequence[Run], emit: Emit
+        self, stream: _Stream, groups: Sequence[Group], runs: Sequence[Run], emit: Emit
     ) -> None:
-        """Logits in float32 of the rows that are kept, 64 rows at a time."""
-        wanted = [
-            (part.run, part.start + i, tile.begin + part.at + i)
-            for tile in tiles
-            for part in tile.parts
-            for i in range(part.count)
-            if runs[part.run].error is None
-            and part.start + i
-            >= runs[part.run].state.position + len(runs[part.run].tokens) - runs[part.run].keep
-        ]
+        """Logits in float32 of the rows that are kept, 64 rows of one kind at a time."""
         w, sources = self._weights.globals, [*stream.summaries, stream.p]
-        for i in range(0, len(wanted), ROW_TILE):
-            some = wanted[i : i + ROW_TILE]
-            rows = torch.tensor([row for _, _, row in some])
-            padded = [s.new_zeros(ROW_TILE, self.spec.hidden) for s in sources]
-            for tile_rows, source in zip(padded, sources, strict=True):
-                tile_rows[: len(some)] = source[rows]
-            h = self._mix(padded, w, "output_attn_res")
-            x = rms_norm(h, w.vector("norm.weight"), self.spec.eps).float()
-            logits = torch.empty(len(some), self.spec.vocab)
-            for begin, end, weight in self._weights.head_blocks():
-                logits[:, begin:end] = linear(x, weight, self._workers)[: len(some)]
-            for j, (run, position, _) in enumerate(some):
-                emit(run, position, logits[j : j + 1])
+        for decode in (True, False):
+            parts = _parts([group for group in groups if group.decode == decode])
+            wanted = [
+                (part.run, part.start + i, part.row + i)
+                for part in parts
+                if runs[part.run].error is None
+                for i in range(part.count)
+                if _kept(runs[part.run], part.start + i)
+            ]
+            for i in range(0, len(wanted), ROW_TILE):
+                some = wanted[i : i + ROW_TILE]
+                rows = torch.tensor([row for _, _, row in some])
+                h = self._mix([source[rows] for source in sources], w, "output_attn_res")
+                x = self._kernels.rms_norm(h, w.vector("norm.weight"), self.spec.eps).float()
+                logits = torch.empty(len(some), self.spec.vocab)
+                for begin, end, weight in self._weights.head_blocks():
+                    logits[:, begin:end] = self._kernels.linear(x, weight, decode)
+                for j, (run, position, _) in enumerate(some):
+                    emit(run, position, logits[j : j + 1])
+
+
+def _both(schedule: Schedule, watch: OnRoute) -> OnRoute:
+    """Tell the schedule, then whoever watches."""
+
+    def on_route(
+        layer: int,
+        group: Group,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        scores: torch.Tensor,
+    ) -> None:
+        schedule.routed(layer, experts.numpy(), scores.numpy())
+        watch(layer, group, experts, weights, scores)
+
+    return on_route
+
+
+def _parts(groups: Sequence[Group]) -> list[Part]:
+    """All parts of ``groups``, in the order of their rows."""
+    return [part for group in groups for part in group.parts]
+
+
+def _kept(run: Run, position: int) -> bool:
+    """Whether ``run`` wants the logits after ``position``."""
+    return position >= run.state.position + len(run.tokens) - run.keep

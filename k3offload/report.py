@@ -9,7 +9,8 @@ from typing import Any
 import psutil
 
 from .config import show_size
-from .engine import Engine, rows_of
+from .engine import Engine
+from .kernels.choose import NATIVE
 from .machine import peak_rss
 from .scheduler.plan import Plan
 
@@ -30,7 +31,7 @@ def lowered(plan: Plan, cache: int | None, sweep: int) -> list[str]:
             f"--cache {cache:,} is lowered to {plan.slots * plan.slot_bytes:,} bytes, "
             f"{plan.slots:,} experts: more does not fit."
         )
-    if rows_of(sweep) > plan.sweep_rows:
+    if sweep > plan.sweep_rows:
         notes.append(f"--sweep is lowered to {plan.sweep_rows} tokens: more does not fit.")
     return notes
 
@@ -67,6 +68,22 @@ def tier_facts(engine: Engine) -> dict[str, Any]:
     }
 
 
+def kernel_facts(engine: Engine) -> dict[str, Any]:
+    """What computes: the device, the instruction set and the backend of each operator."""
+    kernels = engine.kernels
+    return {"device": "cpu", "isa": kernels.isa, "why": kernels.why, "operators": kernels.chosen}
+
+
+def kernel_line(engine: Engine) -> str:
+    """The same as a person reads it."""
+    kernels = engine.kernels
+    other = [f"{op}={backend}" for op, backend in kernels.chosen.items() if backend != NATIVE]
+    if len(other) == len(kernels.chosen):
+        return f"device: cpu, torch kernels. {kernels.why}".rstrip()
+    beside = f"; not native: {', '.join(other)}" if other else ""
+    return f"device: cpu, {kernels.why}{beside}"
+
+
 def memory_facts(engine: Engine) -> dict[str, int]:
     """Planned and measured memory of this process, bytes."""
     return {"planned": engine.planned, "limit": engine.plan.limit, "peak_rss": peak_rss()}
@@ -101,6 +118,11 @@ def tier_lines(engine: Engine) -> list[str]:
             lines.append(
                 f"{kind}: {c.requests:,} requests, {c.hits:,} hits ({share}), {c.late:,} late, "
                 f"{c.misses:,} misses, {show_size(c.bytes)} read, {c.wait_seconds:.2f} s waited"
+            )
+        if c.prefetches:
+            lines.append(
+                f"  read ahead: {c.prefetches:,}, of these {c.useful:,} asked for, {c.wasted:,} "
+                f"not ({show_size(c.prefetch_bytes)})"
             )
     disk = engine.disk.counts
     modes = ", ".join(sorted(set(disk.modes.values()))) or "nothing read"

@@ -11,7 +11,16 @@ from .engine import Engine
 from .errors import K3Error, UsageError
 from .generate import Done, Prefill, Token
 from .progress import Meter, Progress, write_out
-from .report import kernel_read_bytes, lowered, memory_facts, plan_facts, tier_facts, tier_lines
+from .report import (
+    kernel_facts,
+    kernel_line,
+    kernel_read_bytes,
+    lowered,
+    memory_facts,
+    plan_facts,
+    tier_facts,
+    tier_lines,
+)
 from .sampling import Sampling
 
 
@@ -107,6 +116,7 @@ def _facts(job: Job, answer: _Answer, done: Done) -> dict[str, Any]:
 def _use(engine: Engine, kernel_read: int) -> dict[str, Any]:
     options = engine.options
     return {
+        "kernels": kernel_facts(engine),
         "tiers": tier_facts(engine),
         "kernel_read_bytes": kernel_read,
         "memory": memory_facts(engine),
@@ -128,5 +138,5 @@ def _say_figures(
         f"{len(job.prompt):,} prompt tokens in {rates['prefill_seconds']:.2f} s, {made:,} "
         f"new tokens {speed}, finished: {done.finish_reason}"
     )
-    for line in tier_lines(engine):
+    for line in [kernel_line(engine), *tier_lines(engine)]:
         progress.say(line)

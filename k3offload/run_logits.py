@@ -13,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .config import ROW_TILE, align_up
-from .engine import Engine, rows_of
+from .engine import Engine
 from .errors import UsageError
 from .find import published
 from .model import Run
 from .progress import Meter
-from .scheduler.sweep import Tile
+from .scheduler.sweep import Group
 from .spec import ModelSpec
 
 
@@ -64,10 +63,17 @@ class Routing:
         layers, count, top_k = _shape(spec, tokens)
         return layers * count * top_k * (4 + 4)
 
-    def watch(self, layer: int, tile: Tile, experts: torch.Tensor, weights: torch.Tensor) -> None:
-        """Takes what the router of ``layer`` chose for a tile."""
-        for part in tile.parts:
-            rows, end = slice(part.at, part.at + part.count), part.start + part.count
+    def watch(
+        self,
+        layer: int,
+        group: Group,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        scores: torch.Tensor,
+    ) -> None:
+        """Takes what the router of ``layer`` chose for a group of rows."""
+        for part in group.parts:
+            rows, end = group.own(part), part.start + part.count
             self._experts[self._rows[layer], part.start : end] = experts[rows].numpy()
             self._weights[self._rows[layer], part.start : end] = weights[rows].numpy()
 
@@ -113,7 +119,7 @@ def write_logits(
     """
     rows = len(tokens) if last is None else min(last, len(tokens))
     first_kept = len(tokens) - rows
-    if rows_of(min(sweep, align_up(len(tokens), ROW_TILE))) > engine.plan.sweep_rows:
+    if min(sweep, len(tokens)) > engine.plan.sweep_rows:
         sweep = engine.plan.sweep_rows
     state = engine.new_state()
     with published(out) as file:

@@ -17,7 +17,18 @@ from . import inventory
 from .config_fields import read_json
 from .inventory import TensorSpec, VisionSpec
 
-__all__ = ["KdaSpec", "LayerSpec", "MlaSpec", "ModelSpec", "MoeSpec", "TensorSpec", "VisionSpec"]
+Precision = Literal["bfloat16", "int8", "mxfp4"]
+
+__all__ = [
+    "KdaSpec",
+    "LayerSpec",
+    "MlaSpec",
+    "ModelSpec",
+    "MoeSpec",
+    "Precision",
+    "TensorSpec",
+    "VisionSpec",
+]
 
 MLA_EPS: Final = 1e-6  #: of the two low-rank norms of MLA; no field of the config says it
 
@@ -111,6 +122,8 @@ class ModelSpec:
     vision: bool
     vision_spec: VisionSpec | None = None
     inert: tuple[str, ...] = ()
+    pack_version: int = 0  #: of the folder's layout; 0 is a model as released
+    trunk_precision: Precision = "bfloat16"  #: bfloat16 means as released
 
     @classmethod
     def from_config(cls, cfg: Mapping[str, Any], source: str = "config.json") -> ModelSpec:

@@ -95,6 +95,10 @@ class Latents:
         """Blocks that hold tokens."""
         return -(-self.length // LATENT_BLOCK)
 
+    def rows(self, index: int) -> torch.Tensor:
+        """Block ``index`` as it lies, [256, width]; rows beyond ``length`` may hold anything."""
+        return self._blocks[index].data
+
     def block(self, index: int) -> torch.Tensor:
         """Block ``index`` as [256, width]; rows that hold no token yet are zero."""
         data = self._blocks[index].data

@@ -27,6 +27,7 @@ from .inventory import (
     DTYPE_BITS,
     FLOATS,
     MXFP4_KEYS,
+    PADDING,
     PROJECTOR,
     ROUTED,
     TOWER,
@@ -35,12 +36,14 @@ from .inventory import (
     expert_rows,
 )
 from .paths import show_path
+from .precision import CODES, SCALE
 from .shards import Index, Shards, mix
 from .spec import ModelSpec
 from .tiers.base import Location
 
 BATCH: Final = 20_000  #: header entries held at a time
 EXPERTS: Final = "block_sparse_moe.experts."
+QUANTISED: Final = (*CODES.values(), SCALE)  #: how names in a quantised trunk end
 _REMEDY: Final = "Use the files of one release together: config.json, index and all shards."
 _DAMAGED: Final = "Download or copy the shard that should hold it again."
 
@@ -128,7 +131,7 @@ class Survey:
         elif self._global_name(name) in self._wanted_global and name.startswith(self.spec.prefix):
             local = self._global_name(name)
             self._keep(self.globals, local, self._wanted_global[local], entry, file)
-        else:
+        elif not (self.spec.pack_version and name.startswith(PADDING)):
             self._not_ours(entry)
 
     def _not_ours(self, entry: HeaderEntry) -> None:
@@ -181,12 +184,19 @@ class Survey:
                 f"The tensor {entry.name} has shape {list(entry.shape)}; expected {expected}.",
                 _REMEDY,
             )
-        if not self._float(entry, want.dtype):
+        if not (self._exact if want.name.endswith(QUANTISED) else self._float)(entry, want.dtype):
             return
         location = Location(file, entry.begin, entry.end - entry.begin)
         place[local] = Tensor(local, entry.dtype, shape, location)
         self.bytes[want.group] += location.length
         self.counts[want.group] += 1
+
+    def _exact(self, entry: HeaderEntry, dtype: str) -> bool:
+        if entry.dtype != dtype:
+            self.report.error(
+                f"The tensor {entry.name} is stored as {entry.dtype}; expected {dtype}.", _REMEDY
+            )
+        return entry.dtype == dtype
 
     def _float(self, entry: HeaderEntry, usual: str) -> bool:
         if entry.dtype not in FLOATS:
@@ -222,10 +232,7 @@ class Survey:
             if not self._float(entry, dtype):
                 return
             dtype = self.expert_dtype = self.expert_dtype or entry.dtype
-        if entry.dtype != dtype:
-            self.report.error(
-                f"The tensor {entry.name} is stored as {entry.dtype}; expected {dtype}.", _REMEDY
-            )
+        if not self._exact(entry, dtype):
             return
         place = self.experts.get(layer)
         if place is None:
@@ -259,7 +266,7 @@ class Survey:
 
     def missing(self) -> Iterator[str]:
         """Full names of every text tensor that no header held."""
-        spec = self.spec
+        spec = replace(self.spec, tie_embeddings=self.spec.tie_embeddings and not self._head_seen)
         for tensor in spec.global_tensors():
             if self._global_name(tensor.name) not in self.globals:
                 yield tensor.name
@@ -270,6 +277,10 @@ class Survey:
                     yield prefix + local
             if layer.ffn == "moe":
                 yield from self._missing_experts(layer.index, prefix + EXPERTS)
+
+    @property
+    def _head_seen(self) -> bool:
+        return any(name.startswith("lm_head.") for name in self.globals)
 
     def _missing_experts(self, layer: int, prefix: str) -> Iterator[str]:
         assert self.spec.moe is not None
@@ -301,7 +312,7 @@ class Survey:
                 f"{count_of(len(vision), 'vision tensor')} missing: {listing(vision, 3)}.",
                 "Nothing to do for text, which never reads them.",
             )
-        if self.spec.tie_embeddings and "lm_head.weight" in self.globals:
+        if self.spec.tie_embeddings and self._head_seen:
             self.report.note("The config ties the head to the embedding; the stored head is used.")
         for what, count in sorted(self._ignored.items()):
             self.report.note(f"Ignored: {count_of(count, 'tensor')}, {what}.")

@@ -12,62 +12,72 @@ import threading
 import torch
 
 from .kernels.attend_reference import Partial, attend
-from .kernels.attnres_reference import attnres
-from .kernels.glu_reference import silu, situ
-from .kernels.kda_gate_reference import gated_norm, kda_gate, l2_norm
-from .kernels.kda_reference import kda_chunk, kda_step
-from .kernels.linear_reference import DenseWeight, linear
+from .kernels.choose import Kernels
+from .kernels.experts_reference import Job
+from .kernels.glu_reference import Activation
+from .kernels.linear_reference import DenseWeight
 from .kernels.mxfp4 import Mxfp4Weight
-from .kernels.rms_norm_reference import rms_norm
-from .kernels.router_reference import router
-from .kernels.short_conv_reference import short_conv
 from .kernels.workers import Workers, single_threaded
 
 SIZE = 64
 
 
-def warm_up(workers: Workers, dtype: torch.dtype) -> None:
+def warm_up(kernels: Kernels, dtype: torch.dtype) -> None:
     """Run each operator once on every compute thread."""
-    meet = threading.Barrier(workers.threads)
-    alone = Workers(1)
+    threads = kernels.workers.threads
+    meet = threading.Barrier(threads)
+    alone = Kernels(Workers(1), kernels.chosen, kernels.isa)
 
     def task(i: int) -> None:
         meet.wait(60)  # so that each thread takes exactly one task
-        _matrices(dtype, alone)
-        _rows(dtype, alone)
-        _attention()
+        with alone.in_force():
+            for decode in (True, False):
+                _matrices(dtype, alone, decode)
+            _rows(dtype, alone)
+            _attention(dtype, alone)
 
-    with single_threaded():
-        workers.map(task, workers.threads)
+    with single_threaded(), kernels.in_force():
+        kernels.workers.map(task, threads)
+        for decode in (True, False):
+            _matrices(dtype, kernels, decode)
 
 
-def _matrices(dtype: torch.dtype, workers: Workers) -> None:
+def _matrices(dtype: torch.dtype, kernels: Kernels, decode: bool) -> None:
     codes = torch.zeros(SIZE, SIZE // 2, dtype=torch.uint8)
+    packed = Mxfp4Weight(codes, codes[:, :2] + 127)
+    dense = DenseWeight(torch.ones(SIZE, SIZE, dtype=torch.bfloat16))
     for kind in (dtype, torch.float32):
         x = torch.ones(SIZE, SIZE, dtype=kind)
-        linear(x, Mxfp4Weight(codes, codes[:, :2] + 127), workers)
-        linear(x, DenseWeight(torch.ones(SIZE, SIZE, dtype=torch.bfloat16)), workers)
+        for weight in (packed, dense):
+            kernels.linear(x, weight, decode)
+            kernels.experts(x, [Job(weight, weight, weight)], Activation("silu"), decode)
+    x = torch.ones(SIZE, SIZE, dtype=dtype)
+    kernels.router(x, DenseWeight(torch.ones(SIZE, SIZE)), torch.ones(SIZE), 2, True, 1.0, decode)
 
 
-def _rows(dtype: torch.dtype, workers: Workers) -> None:
+def _rows(dtype: torch.dtype, kernels: Kernels) -> None:
     x, one = torch.ones(SIZE, SIZE, dtype=dtype), torch.ones(SIZE)
-    rms_norm(x, one, 1e-5)
-    situ(x, x, 4.0, 25.0)
-    silu(x, x)
-    attnres([x, x], one, one, 1e-5)
-    router(x, DenseWeight(torch.ones(SIZE, SIZE)), one, 2, True, 1.0, workers)
-    short_conv(x, x[:3], torch.ones(SIZE, 4), SIZE)
-    decay = kda_gate(x, one[:2], one, -5.0)
-    gated_norm(l2_norm(decay), x, one[:32], 1e-5)
+    kernels.rms_norm(x, one, 1e-5)
+    for act in (Activation("situ", 4.0, 25.0), Activation("silu")):
+        dense = DenseWeight(torch.ones(SIZE, SIZE, dtype=torch.bfloat16))
+        kernels.experts(x, [Job(dense, dense, dense)], act)
+    kernels.attnres([x, x], one, one, 1e-5)
+    kernels.short_conv(x, x[:3], torch.ones(SIZE, 4))
+    decay = kernels.kda_gate(x, one[:2], one, -5.0)
+    kernels.gated_norm(kernels.l2_norm(decay), x, one[:32], 1e-5)
     torch.argsort(torch.arange(SIZE), stable=True)
     torch.isfinite(x).all()
 
 
-def _attention() -> None:
-    heads = torch.ones(2, SIZE, 32)
+def _attention(dtype: torch.dtype, kernels: Kernels) -> None:
+    rows = torch.ones(SIZE, 2, 32)
     state = torch.zeros(2, 32, 32)
-    kda_chunk(heads, heads, heads, -heads, heads[..., 0], state)
-    kda_step(heads[:, 0], heads[:, 0], heads[:, 0], -heads[:, 0], heads[:, 0, 0], state)
+    kernels.kda_chunk(rows, rows, rows, -rows, rows[..., 0].contiguous(), state)
+    kernels.kda_step(rows[0], rows[0], rows[0], -rows[0], rows[0, :, 0].contiguous(), state)
+    heads = torch.ones(2, SIZE, 32)
     partial = Partial(2, SIZE, 32)
     attend(heads, heads, heads, torch.ones(SIZE, SIZE, dtype=torch.bool), 1.0, partial)
     partial.result()
+    block = torch.ones(SIZE, 48, dtype=dtype)
+    up = DenseWeight(torch.ones(2 * SIZE, 32, dtype=torch.bfloat16))
+    kernels.mla_decode(torch.ones(2, 48, dtype=dtype), [block], SIZE, up, 32, 32, 1.0)

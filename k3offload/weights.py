@@ -1,152 +1,137 @@
-"""The trunk's weights as tensors: some layers resident, the rest read anew for every sweep.
+"""The trunk's weights: some layers resident, the others read anew for every sweep; experts' bytes.
 
-Every tensor lies at a 64-byte boundary whatever its place in the file, because the bits of a
-matrix product may depend on alignment.  A cyclic scan defeats LRU, so what is resident is decided
-once, by the plan; the other layers take turns in one buffer.
+A cyclic scan defeats LRU, so what is resident is decided once, by the plan; the other layers take
+turns in the buffers of a ring, which reads ahead.  The same goes for the head, in blocks of rows.
+With a smaller precision the large matrices are quantised as they are read, unless the folder is a
+pack that holds them so: the codes are the same bytes either way.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from .checkpoint import Checkpoint, Tensor, check_trunk_values
-from .config import TENSOR_ALIGN, align_up
+from .arena import DTYPES, LayerWeights, holds_nan
+from .checkpoint import Checkpoint, Tensor
 from .errors import CheckpointError
-from .kernels.linear_reference import DenseWeight, Weight, tile_rows
-from .kernels.mxfp4 import SCALE_NAN, Mxfp4Weight
+from .fetch import Fetch
+from .kernels.linear_reference import DenseWeight, Weight
+from .kernels.mxfp4 import Mxfp4Weight
+from .kernels.workers import Workers
+from .layout import EMBED, HEAD, arena_size, head_buffers, head_cuts, head_tensors, rows_of
+from .ring import Ring
 from .scheduler.plan import Plan
 from .scheduler.store import Counts
-from .spec import ModelSpec
-from .tiers.base import Buffer, Location, PageId
+from .tiers.base import Buffer, PageId, Priority
 from .tiers.tier_disk import DiskTier, windows
 from .tiers.tier_ram import Slab
 
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-HEAD_BUFFER = 64 << 20  #: bytes of the head that are in memory at a time when it is streamed
-
-
-class LayerWeights:
-    """Named tensors of one layer (or of the model as a whole: ``layer == -1``)."""
-
-    def __init__(self, layer: int, tensors: dict[str, torch.Tensor], spec: ModelSpec) -> None:
-        self.layer = layer
-        self._tensors = tensors
-        self._spec = spec
-
-    def matrix(self, name: str) -> Weight:
-        """``name`` [N, K] for ``linear``."""
-        return DenseWeight(self._tensors[name])
-
-    def vector(self, name: str) -> torch.Tensor:
-        """``name`` flattened, as stored."""
-        return self._tensors[name].reshape(-1)
-
-    def conv(self, name: str) -> torch.Tensor:
-        """A depthwise convolution, stored [C, 1, taps] or [C, taps] -> [C, taps] float32."""
-        return self._tensors[name].reshape(-1, self._spec.kda.conv).float()
-
-    def check_values(self) -> None:
-        """Refuse a damaged ``A_log``: only zeros belong behind the heads in use."""
-        name = "self_attn.A_log"
-        if name in self._tensors:
-            values = self.vector(name).float().numpy()
-            check_trunk_values(f"layers.{self.layer}.{name}", values, self._spec.kda.heads)
-
-
-def arena_size(tensors: Iterable[Tensor]) -> int:
-    """Bytes that ``tensors`` take in memory, each at a 64-byte boundary."""
-    return sum(align_up(t.location.length, TENSOR_ALIGN) for t in tensors)
-
-
-def head_rows(spec: ModelSpec, row_bytes: int) -> int:
-    """Rows of a head block: whole weight tiles, so that streaming changes no shape."""
-    step = tile_rows(spec.vocab, spec.hidden)
-    return min(spec.vocab, max(1, HEAD_BUFFER // row_bytes // step) * step)
+Expert = tuple[Weight, Weight, Weight]  #: gate, up and down
 
 
 class Weights:
-    """Trunk of a checkpoint under a plan.  Reads through ``disk``; counts page requests."""
+    """Trunk of a checkpoint under a plan.  Reads through ``disk``; counts page requests.
 
-    def __init__(self, checkpoint: Checkpoint, disk: DiskTier, plan: Plan) -> None:
+    ``precision``: what the trunk is held in; ``workers``: threads that quantise while the caller
+    waits."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        disk: DiskTier,
+        plan: Plan,
+        precision: str = "bfloat16",
+        workers: Workers | None = None,
+    ) -> None:
         self._checkpoint, self._disk, self._plan = checkpoint, disk, plan
+        self._precision, self._workers = precision, workers
         self.spec = checkpoint.spec
         self.counts = Counts()  # layers
         self.head_counts = Counts()  # passes over the head
         self.embed_counts = Counts()  # rows of the embedding
-        self._trunk = {la.index: checkpoint.trunk(la.index) for la in self.spec.layers}
         self._resident: dict[int, LayerWeights] = {}
-        self._ring = Slab(plan.ring_bytes) if plan.ring_bytes else None
-        self._in_ring: LayerWeights | None = None
-        every = checkpoint.globals()
-        self._embed = every.pop("embed_tokens.weight")
-        head = every.pop("lm_head.weight", self._embed)
-        self._head, self._tied = head, head is self._embed
-        self._small = list(every.values())
+        self._experts: dict[int, tuple[PageId, Expert]] = {}  # by the address of the slot
+        self._embed = checkpoint.globals()[EMBED]
+        head = head_tensors(checkpoint)
+        self._tied, self._head = not head, head or [self._embed]
+        self._cuts = head_cuts(self.spec, self._head, precision)
         self.globals: LayerWeights
-        self._embed_rows: torch.Tensor | None = None
-        self._head_rows: torch.Tensor | None = None
-        self._head_slab: Slab | None = None
+        self._embed_held: LayerWeights | None = None
+        self._head_held: LayerWeights | None = None
+        self._blocks: list[tuple[int, int, Weight]] = []  # of a resident head
+        self._head_ring: Ring | None = None
+        self._ring: Ring | None = None
+        if plan.ring_bytes:
+            order = [la.index for la in self.spec.layers if la.index not in plan.resident_layers]
+            buffers = [Slab(plan.ring_bytes).bytes for _ in range(plan.ring_buffers)]
+            self._ring = Ring(order, buffers, self._lay, disk, self.counts, workers)
 
     def load(self, progress: Callable[[int, int], None]) -> None:
         """Read what the plan keeps resident; ``progress(bytes done, bytes in all)``."""
         total, done = self._plan.resident_bytes, 0
-        self.globals = self._read(-1, self._small)
+        every = self._checkpoint.globals().items()
+        self.globals = self._read(
+            -1, [t for n, t in every if n != EMBED and not n.startswith(HEAD)]
+        )
         for layer in sorted(self._plan.resident_layers):
-            self._resident[layer] = self._read(layer, self._trunk[layer])
-            done += arena_size(self._trunk[layer])
+            self._resident[layer] = self._read(layer, self._checkpoint.trunk(layer))
+            done += self._resident[layer].size
             progress(done, total)
         if self._plan.embed_resident:
-            self._embed_rows = self._read_one(self._embed)
-        if self._plan.head_resident:
-            shared = self._embed_rows if self._tied else None
-            self._head_rows = shared if shared is not None else self._read_one(self._head)
+            self._embed_held = self._read(-1, [self._embed])
+        if not self._plan.head_resident:
+            self._stream_head()
+        elif self._tied and self._embed_held is not None:
+            self._head_held = self._embed_held
         else:
-            row = self._row_bytes(self._head)
-            self._head_slab = Slab(head_rows(self.spec, row) * row)
+            self._head_held = self._read(-1, self._head)
         progress(total, total)
+
+    @property
+    def trunk_bytes(self) -> int:
+        """Bytes of all layers and the head as they lie in memory, resident or streamed."""
+        layers = [self._checkpoint.trunk(la.index) for la in self.spec.layers]
+        return sum(arena_size(tensors, self._precision) for tensors in [*layers, self._head])
+
+    def close(self) -> None:
+        """Give up reads under way: after this nothing writes to the trunk's memory."""
+        for ring in (self._ring, self._head_ring):
+            if ring is not None:
+                ring.close()
 
     # ---- layers ----
 
     @contextmanager
     def layer(self, index: int) -> Iterator[LayerWeights]:
         """The weights of layer ``index``, valid inside the ``with`` block."""
-        self.counts.requests += 1
         if index in self._resident:
+            self.counts.requests += 1
             self.counts.hits += 1
             yield self._resident[index]
             return
-        if self._in_ring is not None and self._in_ring.layer == index:
-            self.counts.hits += 1
-        else:
-            self.counts.misses += 1
-            self._in_ring = None  # a failed read must not leave the former layer's name on it
-            self._in_ring = self._read(index, self._trunk[index], self._ring)
-        yield self._in_ring
+        assert self._ring is not None
+        with self._ring.use(index) as weights:
+            yield weights
 
-    def _read(
-        self, layer: int, tensors: Sequence[Tensor], slab: Slab | None = None
-    ) -> LayerWeights:
-        counts = Counts() if slab is None else self.counts  # loading answers no request
-        if slab is None:
-            slab = Slab(arena_size(tensors), claim=False)
-        named, pieces, at = {}, [], 0
-        for tensor in tensors:
-            place = slab.bytes[at : at + tensor.location.length]
-            pieces.append((tensor.location, place))
-            named[tensor.name] = _as_tensor(place, tensor)
-            at += align_up(tensor.location.length, TENSOR_ALIGN)
-        self._read_counted(pieces, counts, 0)
-        weights = LayerWeights(layer, named, self.spec)
-        weights.check_values()
+    def peek(self, index: int) -> LayerWeights | None:
+        """The weights of layer ``index`` if they are here now; they may go with the next read."""
+        here = self._resident.get(index)
+        return self._ring.peek(index) if here is None and self._ring is not None else here
+
+    def _lay(self, layer: int, arena: Buffer) -> LayerWeights:
+        tensors = self._checkpoint.trunk(layer)
+        return LayerWeights(layer, tensors, self._precision, arena, self.spec)
+
+    def _read(self, layer: int, tensors: Sequence[Tensor]) -> LayerWeights:
+        """Read ``tensors`` into memory of their own."""
+        arena = Slab(arena_size(tensors, self._precision), claim=False).bytes
+        weights = LayerWeights(layer, tensors, self._precision, arena, self.spec)
+        Fetch(weights, self._disk, Priority.DEMAND).wait(self._workers)
         return weights
-
-    def _read_one(self, tensor: Tensor) -> torch.Tensor:
-        return self._read(-1, [tensor])._tensors[tensor.name]
 
     # ---- embedding and head ----
 
@@ -154,56 +139,65 @@ class Weights:
         """Rows of the embedding, [n, H] in ``dtype``; read from disk unless resident."""
         counts = self.embed_counts
         counts.requests += len(tokens)
-        if self._embed_rows is not None:
+        if self._embed_held is not None:
             counts.hits += len(tokens)
-            return self._embed_rows[torch.tensor(tokens)].to(dtype)
-        size = self._row_bytes(self._embed)
-        rows = np.empty((len(tokens), size), np.uint8)
-        pieces = [(self._rows_of(self._embed, t, 1), rows[i]) for i, t in enumerate(tokens)]
-        self._read_counted(pieces, counts, len(tokens))
+            return self._embed_held.tensor(EMBED)[torch.tensor(tokens)].to(dtype)
+        places = [rows_of(self._embed, t, t + 1).location for t in tokens]
+        rows = np.empty((len(tokens), places[0].length if places else 0), np.uint8)
+        begin = time.perf_counter()
+        self._disk.read_scatter(list(zip(places, rows, strict=True))).wait()
+        counts.wait_seconds += time.perf_counter() - begin
+        counts.bytes += rows.nbytes
+        counts.misses += len(tokens)
         return torch.from_numpy(rows).view(DTYPES[self._embed.dtype]).to(dtype)
 
     def head_blocks(self) -> Iterator[tuple[int, int, Weight]]:
-        """One pass over the head: (first row, end row, weight) in blocks of whole weight tiles."""
-        self.head_counts.requests += 1
-        if self._head_rows is None:
-            self.head_counts.misses += 1
-        else:
-            self.head_counts.hits += 1
-        rows, step = self.spec.vocab, head_rows(self.spec, self._row_bytes(self._head))
-        for begin in range(0, rows, step):
-            end = min(begin + step, rows)
-            if self._head_rows is not None:
-                yield begin, end, DenseWeight(self._head_rows[begin:end])
-                continue
-            assert self._head_slab is not None
-            location = self._rows_of(self._head, begin, end - begin)
-            place = self._head_slab.bytes[: location.length]
-            self._read_counted([(location, place)], self.head_counts, 0)
-            block = Tensor("head", self._head.dtype, (end - begin, self.spec.hidden), location)
-            yield begin, end, DenseWeight(_as_tensor(place, block))
+        """One pass over the head: (first row, end row, weight) in blocks of whole weight tiles.
+        A weight is valid until the next block is asked for."""
+        counts = self.head_counts
+        counts.requests += 1
+        if self._head_held is not None:
+            counts.hits += 1
+            if not self._blocks:
+                name = EMBED if self._tied else HEAD
+                for begin, end in self._cuts:
+                    self._blocks.append((begin, end, self._head_held.rows(name, begin, end)))
+            yield from self._blocks
+            return
+        assert self._head_ring is not None
+        counts.misses += 1
+        for number, (begin, end) in enumerate(self._cuts):
+            with self._head_ring.use(number) as block:
+                counts.bytes = self._head_ring.counts.bytes
+                counts.wait_seconds = self._head_ring.counts.wait_seconds
+                yield begin, end, block.matrix(EMBED if self._tied else HEAD)
 
-    def _read_counted(
-        self, pieces: Sequence[tuple[Location, Buffer]], counts: Counts, misses: int
-    ) -> None:
-        begin = time.perf_counter()
-        self._disk.read_scatter(pieces).wait()
-        counts.wait_seconds += time.perf_counter() - begin
-        counts.bytes += sum(location.length for location, _ in pieces)
-        counts.misses += misses
+    def _stream_head(self) -> None:
+        def lay(number: int, arena: Buffer) -> LayerWeights:
+            tensors = [rows_of(tensor, *self._cuts[number]) for tensor in self._head]
+            return LayerWeights(-1, tensors, self._precision, arena, self.spec)
 
-    def _row_bytes(self, tensor: Tensor) -> int:
-        return tensor.location.length // tensor.shape[0]
-
-    def _rows_of(self, tensor: Tensor, first: int, count: int) -> Location:
-        size = self._row_bytes(tensor)
-        place = tensor.location
-        return Location(place.file, place.offset + first * size, count * size)
+        buffers = [Slab(n).bytes for n in head_buffers(self._checkpoint, self._precision)]
+        order = range(len(self._cuts))
+        self._head_ring = Ring(order, buffers, lay, self._disk, Counts(), self._workers)
 
     # ---- experts: bytes in a slot -> weights ----
 
-    def expert(self, page: PageId, buffer: Buffer) -> tuple[Weight, Weight, Weight]:
-        """Gate, up and down weights of the expert whose page lies in the slot ``buffer``."""
+    def expert(self, page: PageId, buffer: Buffer) -> Expert:
+        """Gate, up and down weights of the expert whose page lies in the slot ``buffer``.
+
+        They are made, and their scales checked, once for each page that comes to a slot, not each
+        time it is used: both take as long as a few percent of the page's arithmetic."""
+        address = buffer.__array_interface__["data"][0]
+        known = self._experts.get(address)
+        if known is not None and known[0] == page:
+            return known[1]
+        self._experts.pop(address, None)
+        expert = self._expert(page, buffer)
+        self._experts[address] = (page, expert)
+        return expert
+
+    def _expert(self, page: PageId, buffer: Buffer) -> Expert:
         m = self.spec.moe
         assert m is not None
         page_map = self._checkpoint.expert(page.layer, page.expert)
@@ -211,27 +205,23 @@ class Weights:
         raw = {}
         for key, extent, delta, size in page_map.parts:
             at = starts[extent] + delta
-            raw[key] = torch.from_numpy(buffer[at : at + size])
-        shapes = {"w1": (m.width, m.io), "w3": (m.width, m.io), "w2": (m.io, m.width)}
-        weights: dict[str, Weight] = {}
-        for name, (n, k) in shapes.items():
+            raw[key] = buffer[at : at + size]
+
+        def weight(name: str, n: int, k: int) -> Weight:
             if m.format == "bf16":
-                dtype = DTYPES[self._checkpoint.expert_dtype]
-                weights[name] = DenseWeight(
-                    raw[f"{name}.weight"].view(dtype).view(n, k), aligned=False
-                )
-                continue
+                tensor = torch.from_numpy(raw[f"{name}.weight"])
+                tensor = tensor.view(DTYPES[self._checkpoint.expert_dtype])
+                return DenseWeight(tensor.view(n, k), aligned=False)
             scale = raw[f"{name}.weight_scale"]
-            if bool((scale == SCALE_NAN).any()):
+            if holds_nan(scale):
                 raise CheckpointError(
                     f"Layer {page.layer}, expert {page.expert}: {name}.weight_scale holds "
                     "255, which is not a number.",
                     "The file is damaged: run k3offload check MODEL --full and fetch it again.",
                 )
-            packed = raw[f"{name}.weight_packed"].view(n, k // 2)
-            weights[name] = Mxfp4Weight(packed, scale.view(n, -1))
-        return weights["w1"], weights["w3"], weights["w2"]
+            packed = torch.from_numpy(raw[f"{name}.weight_packed"])
+            return Mxfp4Weight(packed.view(n, k // 2), torch.from_numpy(scale).view(n, -1))
 
-
-def _as_tensor(place: Buffer, tensor: Tensor) -> torch.Tensor:
-    return torch.from_numpy(place).view(DTYPES[tensor.dtype]).view(tensor.shape)
+        return (
+            weight("w1", m.width, m.io), weight("w3", m.width, m.io), weight("w2", m.io, m.width),
+        )  # fmt: skip

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .rows import by_tiles
+
 
 def attnres(
     entries: Sequence[torch.Tensor], norm: torch.Tensor, query: torch.Tensor, eps: float
@@ -18,19 +20,23 @@ def attnres(
     if len(entries) == 1:
         return entries[0]
     learned = norm.float() * query.float().view(-1)
-    scores = []
-    for entry in entries:
-        wide = entry.float()
-        inverse = torch.rsqrt((wide * wide).sum(-1, keepdim=True) / entry.shape[-1] + eps)
-        scores.append(((wide * inverse) * learned).sum(-1))
-    top = scores[0]
-    for score in scores[1:]:
-        top = torch.maximum(top, score)
-    shares = [torch.exp(score - top) for score in scores]
-    total = shares[0]
-    for share in shares[1:]:
-        total = total + share
-    mixed = (shares[0] / total)[:, None] * entries[0].float()
-    for share, entry in zip(shares[1:], entries[1:], strict=True):
-        mixed = mixed + (share / total)[:, None] * entry.float()
-    return mixed.to(entries[0].dtype)
+
+    def tile(*entries: torch.Tensor) -> torch.Tensor:
+        scores = []
+        for entry in entries:
+            wide = entry.float()
+            inverse = torch.rsqrt((wide * wide).sum(-1, keepdim=True) / entry.shape[-1] + eps)
+            scores.append(((wide * inverse) * learned).sum(-1))
+        top = scores[0]
+        for score in scores[1:]:
+            top = torch.maximum(top, score)
+        shares = [torch.exp(score - top) for score in scores]
+        total = shares[0]
+        for share in shares[1:]:
+            total = total + share
+        mixed = (shares[0] / total)[:, None] * entries[0].float()
+        for share, entry in zip(shares[1:], entries[1:], strict=True):
+            mixed = mixed + (share / total)[:, None] * entry.float()
+        return mixed.to(entries[0].dtype)
+
+    return by_tiles(tile, *entries)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .rows import by_tiles
+
 
 def kda_gate(
     raw: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower: float | None
@@ -15,16 +17,20 @@ def kda_gate(
     lower * sigmoid(exp(A) z); without it Kimi Linear's -exp(A) softplus(z); z = raw + dt_bias.
     """
     heads = a_log.shape[0]
-    z = (raw.float() + dt_bias.float()).view(raw.shape[0], heads, -1)
     rate = torch.exp(a_log.float())[None, :, None]
-    if lower is None:
-        return -rate * F.softplus(z, threshold=20.0)
-    return lower * torch.sigmoid(rate * z)
+
+    def tile(raw: torch.Tensor) -> torch.Tensor:
+        z = (raw.float() + dt_bias.float()).view(raw.shape[0], heads, -1)
+        if lower is None:
+            return -rate * F.softplus(z, threshold=20.0)
+        return lower * torch.sigmoid(rate * z)
+
+    return by_tiles(tile, raw)
 
 
 def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """``x`` [..., d] / sqrt(sum(x^2) + eps): eps joins the sum, inside the root."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+    """``x`` [R, h, d] / sqrt(sum(x^2) + eps): eps joins the sum, inside the root."""
+    return by_tiles(lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps), x)
 
 
 def gated_norm(
@@ -32,6 +38,10 @@ def gated_norm(
 ) -> torch.Tensor:
     """RMS norm of each head, times ``weight`` [d] and sigmoid(``gate``): ``x`` [R, h, d] float32,
     ``gate`` [R, h*d] -> [R, h*d] in ``gate``'s dtype."""
-    scale = torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
-    normed = (x * scale * weight.float()).view(gate.shape)
-    return (normed * torch.sigmoid(gate.float())).to(gate.dtype)
+
+    def tile(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+        normed = (x * scale * weight.float()).view(gate.shape)
+        return (normed * torch.sigmoid(gate.float())).to(gate.dtype)
+
+    return by_tiles(tile, x, gate)

@@ -12,9 +12,13 @@ difference of two of them is an exponent, so sums and differences are float64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-SUB_BLOCK = 16
+from ..config import HEAD_GROUP, SUB_BLOCK
+from .rows import fill_up
+from .workers import Workers
 
 
 def kda_step(
@@ -24,15 +28,24 @@ def kda_step(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
+    workers: Workers,
 ) -> torch.Tensor:
     """One token: ``q, k, g`` [h, dk], ``v`` [h, dv], ``beta`` [h], all float32.
 
     Changes ``state`` [h, dk, dv] in place; returns o [h, dv].
     """
-    state.mul_(torch.exp(g)[:, :, None])
-    error = v - torch.bmm(k[:, None, :], state)[:, 0]
-    state.add_((beta[:, None] * k)[:, :, None] * error[:, None, :])
-    return torch.bmm(q[:, None, :], state)[:, 0]
+    out = torch.empty_like(v)
+
+    def task(i: int) -> None:
+        heads = slice(i * HEAD_GROUP, (i + 1) * HEAD_GROUP)
+        own = state[heads]
+        own.mul_(torch.exp(g[heads])[:, :, None])
+        error = v[heads] - torch.bmm(k[heads, None, :], own)[:, 0]
+        own.add_((beta[heads, None] * k[heads])[:, :, None] * error[:, None, :])
+        out[heads] = torch.bmm(q[heads, None, :], own)[:, 0]
+
+    workers.map(task, -(-state.shape[0] // HEAD_GROUP))
+    return out
 
 
 def kda_chunk(
@@ -42,12 +55,26 @@ def kda_chunk(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
+    workers: Workers,
 ) -> torch.Tensor:
-    """One chunk: ``q, k, g`` [h, C, dk], ``v`` [h, C, dv], ``beta`` [h, C], all float32.
+    """One chunk of n <= 64 tokens: ``q, k, g`` [n, h, dk], ``v`` [n, h, dv], ``beta`` [n, h], all
+    float32.  Changes ``state`` [h, dk, dv] in place; returns o [n, h, dv]."""
+    rows = q.shape[0]
+    args = [fill_up(a) for a in (q, k, v, g, beta)]  # zeros leave the state as it is
+    out = torch.empty_like(args[2])
 
-    Padding rows have k = 0, g = 0, beta = 0 and leave the state as it is.  Changes ``state``
-    [h, dk, dv] in place; returns o [h, C, dv].
-    """
+    def task(i: int) -> None:
+        heads = slice(i * HEAD_GROUP, (i + 1) * HEAD_GROUP)
+        own = [a[:, heads].transpose(0, 1).contiguous() for a in args]
+        out[:, heads] = _chunk(own, state[heads]).transpose(0, 1)
+
+    workers.map(task, -(-state.shape[0] // HEAD_GROUP))
+    return out[:rows]
+
+
+def _chunk(args: Sequence[torch.Tensor], state: torch.Tensor) -> torch.Tensor:
+    """``args`` q, k, v, g [h, 64, d] and beta [h, 64] -> o [h, 64, dv]; moves ``state`` on."""
+    q, k, v, g, beta = args
     total = torch.cumsum(g.double(), 1)
     pairs_k, pairs_q = _decayed_products(q, k, total)
     decay = _exp(total)

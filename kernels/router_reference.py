@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .linear_reference import Weight, linear
+from .rows import by_lanes
 from .workers import Workers
 
 
@@ -16,14 +17,16 @@ def router(
     renormalize: bool,
     scale: float,
     workers: Workers,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` [R, H] -> (experts [R, k] int64 in rising order, weights [R, k] float32).
+    decode: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``x`` [R, H] -> (experts [R, k] int64 in rising order, weights [R, k] float32, scores [R, E]
+    float32: all sigmoids, without the bias).
 
     The logits are float32.  ``bias`` [E] takes part in the choice only; the weights are the
     plain sigmoid scores, divided by their sum if ``renormalize``, times ``scale``.  Equal biased
     scores: the lower expert number wins.
     """
-    scores = torch.sigmoid(linear(x.float(), gate, workers))
+    scores = by_lanes(torch.sigmoid, linear(x.float(), gate, workers, decode))
     order = torch.sort(scores + bias.float(), dim=-1, descending=True, stable=True).indices
     experts = order[:, :top_k].sort(dim=-1).values
     weights = scores.gather(1, experts)
@@ -32,4 +35,4 @@ def router(
         for j in range(top_k):  # one fixed order of summation
             total = total + weights[:, j]
         weights = weights / (total + 1e-20)[:, None]
-    return experts, weights * scale
+    return experts, weights * scale, scores

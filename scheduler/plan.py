@@ -31,6 +31,12 @@ class Demand:
     experts: int  # routed experts in all
     top_k: int
     extra: int = 0  # what the caller keeps beside the engine
+    slot_objects: int = 0  # what the engine remembers about the page in a slot
+
+    @property
+    def place(self) -> int:
+        """Bytes that one more expert in RAM takes."""
+        return self.slot + self.slot_objects
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,8 @@ class Plan:
     resident_layers: frozenset[int]
     embed_resident: bool
     head_resident: bool
-    ring_bytes: int
+    ring_bytes: int  # of one streaming buffer
+    ring_buffers: int  # 2: the next streamed layer is read while one is computed
     resident_bytes: int
     slots: int
     slot_bytes: int
@@ -73,10 +80,11 @@ class _Trunk:
 
     layers: frozenset[int]
     ring: int
+    count: int  # of buffers of ``ring`` bytes
     head: bool
     embed: bool
     bytes: int  # resident
-    buffers: int = field(default=0)  # ring and head block
+    buffers: int = field(default=0)  # rings and head block
 
 
 def make_plan(demand: Demand, limits: Limits) -> Plan:
@@ -84,7 +92,7 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
     rows = align_up(max(1, limits.rows), ROW_TILE)
     fixed = demand.base + demand.tiles + demand.staging + demand.small
     fixed += demand.state + demand.extra
-    one = demand.slot if demand.experts else 0
+    one = demand.place if demand.experts else 0
     ring = max(demand.layers)
     least = fixed + demand.working(ROW_TILE) + one + ring + _head_buffer(demand)
     if least > limits.total:
@@ -113,7 +121,7 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
         ("sequence state and latents", demand.state),
         ("kept for the caller", demand.extra),
         (f"working set of a sweep of {rows} tokens", demand.working(rows)),
-        (f"{slots} expert slots", slots * demand.slot),
+        (f"{slots} expert slots", slots * demand.place),
     )
     return Plan(
         limit=limits.total,
@@ -122,6 +130,7 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
         embed_resident=trunk.embed,
         head_resident=trunk.head,
         ring_bytes=trunk.ring,
+        ring_buffers=trunk.count,
         resident_bytes=trunk.bytes,
         slots=slots,
         slot_bytes=demand.slot,
@@ -140,7 +149,7 @@ def _beside_slots(demand: Demand, limits: Limits, room: int) -> _Trunk:
     if limits.cache is not None and slots:
         slots = max(1, min(slots, limits.cache // demand.slot))
     for count in range(slots, min(1, slots) - 1, -1):
-        trunk = _hold_trunk(demand, room - count * demand.slot)
+        trunk = _hold_trunk(demand, room - count * demand.place)
         if trunk is not None:
             return trunk
     raise AssertionError("the smallest plan was checked to fit")
@@ -153,22 +162,32 @@ def _head_buffer(demand: Demand) -> int:
 def _slots(demand: Demand, limits: Limits, free: int) -> int:
     if not demand.experts:
         return 0
-    if limits.cache is not None:
-        if limits.cache < demand.slot:
-            raise DoesNotFit(
-                f"An expert cache of {limits.cache:,} bytes holds not one expert of "
-                f"{demand.slot:,} bytes.",
-                f"Give --cache {demand.slot} or more.",
-                missing=demand.slot - limits.cache,
-            )
-        free = min(free, limits.cache)
-    return min(demand.experts, free // demand.slot)
+    most = min(demand.experts, free // demand.place)
+    if limits.cache is None:
+        return most
+    if limits.cache < demand.slot:
+        raise DoesNotFit(
+            f"An expert cache of {limits.cache:,} bytes holds not one expert of "
+            f"{demand.slot:,} bytes.",
+            f"Give --cache {demand.slot} or more.",
+            missing=demand.slot - limits.cache,
+        )
+    return min(most, limits.cache // demand.slot)
 
 
 def _hold_trunk(demand: Demand, room: int) -> _Trunk | None:
-    """The way that keeps most bytes of the trunk resident in ``room``; None if none fits.
+    """The best way to hold the trunk in ``room``; None if none fits.
 
-    The streamed layers take turns in one buffer as large as the largest of them, so for each
+    Two buffers let the disk read the next layer while one is computed, which is worth more than
+    the layer that a second buffer displaces; one buffer is for where two do not fit.
+    """
+    return _with_buffers(demand, room, 2) or _with_buffers(demand, room, 1)
+
+
+def _with_buffers(demand: Demand, room: int, count: int) -> _Trunk | None:
+    """The way with ``count`` buffers that keeps most bytes of the trunk resident in ``room``.
+
+    The streamed layers take turns in buffers as large as the largest of them, so for each
     possible buffer size all larger layers must be resident.
     """
     best: _Trunk | None = None
@@ -177,11 +196,11 @@ def _hold_trunk(demand: Demand, room: int) -> _Trunk | None:
         used = sum(demand.layers[i] for i in layers)
         rest = [i for i, size in enumerate(demand.layers) if size <= ring]
         for head in (True, False):
-            buffers = ring + (0 if head else _head_buffer(demand))
+            buffers = count * ring + (0 if head else _head_buffer(demand))
             resident = used + ((demand.head or demand.embed) if head else 0)
             if resident + buffers > room:
                 continue
-            way = _Trunk(frozenset(layers), ring, head, False, resident, buffers)
+            way = _Trunk(frozenset(layers), ring, count, head, False, resident, buffers)
             _fill(way, demand, rest, room)
             if best is None or way.bytes > best.bytes:
                 best = way
@@ -195,9 +214,12 @@ def _fill(way: _Trunk, demand: Demand, rest: list[int], room: int) -> None:
         if way.bytes + way.buffers + demand.layers[i] <= room:
             layers.add(i)
             way.bytes += demand.layers[i]
-    if len(layers) == len(demand.layers):
-        way.buffers -= way.ring
-        way.ring = 0
+    streamed = set(range(len(demand.layers))) - layers
+    if len(streamed) <= way.count:  # a buffer for each of them is the layer's own place
+        layers |= streamed
+        way.bytes += sum(demand.layers[i] for i in streamed)
+        way.buffers -= way.count * way.ring
+        way.ring = way.count = 0
     way.layers = frozenset(layers)
     tied = way.head and not demand.head
     way.embed = tied or way.bytes + way.buffers + demand.embed <= room

@@ -1,10 +1,14 @@
-"""The expert store: slots, leases, single flight and exact counts over a slower tier.
+"""The expert store: slots, leases, prefetch, single flight and exact counts over a slower tier.
 
 It decides which page lies in which slot and moves no byte itself: the tier below does.  A page is
-resident, loading, or absent.  A lease walks through its pages: residents first, then arrivals in
-whatever order they come; each page keeps its slot while the caller holds it.  More pages than
-slots are served in waves.  Counts follow one rule: hits + late + misses = requests, where late is
-a page joined while another lease was already loading it.
+resident, loading, or absent.  A lease starts its reads when it is entered and walks through its
+pages: residents first, then arrivals in whatever order they come; each page keeps its slot while
+the caller holds it.  More pages than slots are served in waves.
+
+The policy is called under the store's lock and in the order of the schedule, so that what is
+evicted does not depend on which read ends first (in waves it does: a slot is free again when the
+page in it has been used).  A prefetched page that nobody has asked for yet is guarded: no other
+prefetch evicts it, and a demand only when nothing else is left.
 """
 
 from __future__ import annotations
@@ -12,17 +16,32 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import SlotsExhausted
-from ..tiers.base import Buffer, CachePolicy, PageId, Ticket, Tier
+from ..tiers.base import Buffer, CachePolicy, Cancelled, PageId, Priority, Ticket, Tier
+
+MOST = 16  #: pages that a lease hands out at once
+PREFETCH_ROOM = 64  #: prefetched pages waiting to be asked for, if the slots allow that many
+
+Batch = list[tuple[PageId, Buffer]]
 
 
 @dataclass
 class Counts:
-    """What a tier was asked for.  ``bytes`` are page sizes of the reads started."""
+    """What a tier was asked for: hits + late + misses = requests.
+
+    Late is a page joined while it was loading, for another lease or as a prefetch.  ``bytes`` are
+    page sizes of the reads started, prefetches included; of a cancelled read only what had landed.
+    Prefetches end as ``useful`` (asked for, in time or late) or ``wasted`` (evicted, cancelled or
+    failed before that); the others still wait.
+    """
 
     requests: int = 0
     hits: int = 0
@@ -30,6 +49,10 @@ class Counts:
     misses: int = 0
     bytes: int = 0
     wait_seconds: float = 0.0
+    prefetches: int = 0
+    useful: int = 0
+    wasted: int = 0
+    prefetch_bytes: int = 0
 
     def copy(self) -> Counts:
         return replace(self)
@@ -42,32 +65,44 @@ class _Lease:
         self.thread = threading.get_ident()
         self.ready: deque[PageId] = deque()  # pinned, resident, not yet handed out
         self.coming: set[PageId] = set()  # pinned, loading
-        self.wanted = list(pages)  # neither
-        self.held: PageId | None = None
-        self.looked = False  # at all wanted pages, once
+        self.wanted: deque[PageId] = deque(pages)  # neither
+        self.held: list[PageId] = []
+        self.error: BaseException | None = None
 
     def pinned(self) -> set[PageId]:
-        return {*self.ready, *self.coming, *([self.held] if self.held is not None else [])}
+        return {*self.ready, *self.coming, *self.held}
 
 
 class ExpertStore:
-    """``slots`` buffers over ``tier``.  Thread-safe."""
+    """``slots`` buffers over ``tier``.  Thread-safe.
+
+    ``prefetch_room``: most prefetched pages that wait to be asked for; a quarter of the slots, and
+    64 at most, if it is not given.
+    """
 
     def __init__(
-        self, tier: Tier, slots: Sequence[Buffer], policy: CachePolicy, in_flight: int = 8
+        self,
+        tier: Tier,
+        slots: Sequence[Buffer],
+        policy: CachePolicy,
+        prefetch_room: int | None = None,
     ) -> None:
         if not slots:
             raise SlotsExhausted("An expert store needs at least one slot and got none.")
         self.name = "ram"
         self.counts = Counts()
+        room = min(len(slots) // 4, PREFETCH_ROOM) if prefetch_room is None else prefetch_room
+        self.prefetch_room = room
         self._tier, self._slots, self._policy = tier, slots, policy
-        self._in_flight = in_flight
         self._free = list(range(len(slots)))[::-1]
         self._slot: dict[PageId, int] = {}  # resident or loading
         self._loading: dict[PageId, Ticket] = {}
-        self._failed: dict[PageId, BaseException] = {}
+        self._waiting: dict[PageId, list[_Lease]] = {}  # who has a loading page in ``coming``
         self._pins: dict[PageId, int] = {}
-        self._idle = 0  # resident pages without a pin: what can be evicted
+        self._unused: set[PageId] = set()  # prefetched, here or loading, not yet asked for
+        self._guarded: dict[PageId, None] = {}  # those of them that may still be; oldest first
+        self._idle: set[PageId] = set()  # resident, without pin or guard: what can be evicted
+        self._ending = 0  # slots of cancelled reads whose last pieces are still under way
         self._leases: set[_Lease] = set()
         self._change = threading.Condition()
 
@@ -79,135 +114,121 @@ class ExpertStore:
         with self._change:
             return page in self._slot and page not in self._loading
 
-    @contextmanager
-    def lease(self, pages: Iterable[PageId]) -> Iterator[Iterator[tuple[PageId, Buffer]]]:
-        """An iterator over (page, slot) for each of the distinct ``pages``.
+    def absent(self, page: PageId) -> bool:
+        """Whether ``page`` is neither here nor being read."""
+        with self._change:
+            return page not in self._slot
 
-        A page keeps its slot until the iterator is advanced or the ``with`` block ends.
+    def note(
+        self, layer: int, experts: npt.NDArray[np.integer[Any]], scores: npt.NDArray[np.uint8]
+    ) -> None:
+        """Pass on to the policy what the router said about one row."""
+        with self._change:
+            self._policy.note(layer, experts, scores)
+
+    # ---- leases ----
+
+    @contextmanager
+    def lease(self, pages: Iterable[PageId], most: int = MOST) -> Iterator[Iterator[Batch]]:
+        """An iterator over lists of (page, slot) that covers each of the distinct ``pages`` once.
+
+        Entering starts the reads of all pages that find a slot, in the tier's order.  Each step
+        waits for at least one page and hands out what is there, ``most`` pages at once and, while
+        more pages than slots are left, no more than half of the slots.  A page keeps its slot
+        until the iterator is advanced or the ``with`` block ends; then reads of this lease alone
+        that have not begun are dropped.
+
         Raises the tier's ``ReadError``, or ``SlotsExhausted`` if this thread itself holds all.
         """
         lease = _Lease(sorted(set(pages), key=self._tier.order))
-        with self._change:
-            self._leases.add(lease)
-        walk = self._walk(lease)
+        walk = self._walk(lease, most)
         try:
+            with self._change:
+                self._leases.add(lease)
+                self._take_present(lease)
+                self._start_reads(lease)
             yield walk
         finally:
             walk.close()
             with self._change:
                 self._drop(lease)
 
-    # ---- the walk ----
-
-    def _walk(self, lease: _Lease) -> Generator[tuple[PageId, Buffer], None, None]:
-        with self._change:
-            self._take_residents(lease)
+    def _walk(self, lease: _Lease, most: int) -> Generator[Batch, None, None]:
         while True:
             with self._change:
                 self._release_held(lease)
-                page = self._next(lease)
-                if page is None:
-                    return
-                lease.held = page
-                buffer = self._slots[self._slot[page]]
-            yield page, buffer
+                self._wait_for_pages(lease)
+                limit = min(most, max(1, len(self._slots) // 2)) if lease.wanted else most
+                while lease.ready and len(lease.held) < limit:
+                    lease.held.append(lease.ready.popleft())
+                batch = [(page, self._slots[self._slot[page]]) for page in lease.held]
+            if not batch:
+                return
+            yield batch
 
-    def _next(self, lease: _Lease) -> PageId | None:
-        """The next page that is there, waiting if need be; None when the walk is over."""
+    def _wait_for_pages(self, lease: _Lease) -> None:
+        """Until a page is ready, or the walk is over."""
         while True:
             self._start_reads(lease)
-            if not lease.ready:
-                self._collect_arrivals(lease)
-            if lease.ready:
-                return lease.ready.popleft()
+            if lease.error is not None:
+                raise lease.error
+            if lease.ready or not (lease.coming or lease.wanted):
+                return
             if not lease.coming:
-                if not lease.wanted:
-                    return None
                 self._refuse_deadlock(lease)
             begin = time.perf_counter()
             self._change.wait()
             self.counts.wait_seconds += time.perf_counter() - begin
 
-    def _take_residents(self, lease: _Lease) -> None:
-        absent = []
+    def _take_present(self, lease: _Lease) -> None:
+        """Pin all pages that are resident or loading before any page is evicted."""
+        absent: deque[PageId] = deque()
         for page in lease.wanted:
-            if page in self._slot and page not in self._loading:
+            if page in self._slot:
                 self._take(page, lease)
             else:
                 absent.append(page)
         lease.wanted = absent
 
     def _take(self, page: PageId, lease: _Lease) -> None:
+        """A request for a page that has a slot: a hit, or late if it is still loading."""
         self.counts.requests += 1
-        self.counts.hits += 1
+        if page in self._unused:
+            self.counts.useful += 1
+            self._unused.discard(page)
+            self._guarded.pop(page, None)
         self._policy.hit(page)
         self._pin(page)
-        lease.ready.append(page)
+        ticket = self._loading.get(page)
+        if ticket is None:
+            self.counts.hits += 1
+            lease.ready.append(page)
+        else:
+            self.counts.late += 1
+            self._await(page, lease)
+            ticket.raise_to(Priority.DEMAND)
 
     def _start_reads(self, lease: _Lease) -> None:
-        """Join loads of others and start own ones while slots and the in-flight bound allow."""
-        left, room = [], True
-        # Only another lease can have changed what lies behind the first page without room; alone,
-        # a walk over n pages must not look at all of them n times.
-        alone = lease.looked and len(self._leases) == 1
-        lease.looked = True
-        for i, page in enumerate(lease.wanted):
-            if alone and not room:
-                left += lease.wanted[i:]
-                break
-            if page in self._loading:
-                self.counts.requests += 1
-                self.counts.late += 1
-                self._pin(page)
-                lease.coming.add(page)
-            elif page in self._slot:  # another lease has brought it meanwhile
+        """Read absent pages in order while there are slots."""
+        while lease.wanted:
+            page = lease.wanted[0]
+            if page in self._slot:  # another lease has asked for it meanwhile
+                lease.wanted.popleft()
                 self._take(page, lease)
-            elif room and len(self._loading) < self._in_flight and self._has_empty_slot():
-                self._begin(page, lease)
-            else:
-                room = False
-                left.append(page)
-        lease.wanted = left
-
-    def _begin(self, page: PageId, lease: _Lease) -> None:
-        size = self._tier.size(page)
-        slot = self._free.pop() if self._free else self._evict()
-        self.counts.requests += 1
-        self.counts.misses += 1
-        self.counts.bytes += size
-        self._failed.pop(page, None)
-        self._slot[page] = slot
-        self._loading[page] = Ticket(0)  # the page counts as loading before its pin is set
-        self._pin(page)
-        lease.coming.add(page)
-        try:
-            ticket = self._tier.read(page, self._slots[slot])
-        except BaseException as error:  # a closed tier: an end like that of any other failed read
-            ticket = Ticket(1)
-            ticket.finish(error)
-        self._loading[page] = ticket
-        ticket.then(lambda: self._arrived(page, ticket))
-
-    def _arrived(self, page: PageId, ticket: Ticket) -> None:
-        with self._change:
-            del self._loading[page]
-            if ticket.error is None:
-                self._policy.insert(page)
-                self._idle += page not in self._pins
-            else:
-                self._failed[page] = ticket.error
-                self._free.append(self._slot.pop(page))
-            self._change.notify_all()
-
-    def _collect_arrivals(self, lease: _Lease) -> None:
-        for page in [p for p in lease.coming if p not in self._loading]:
-            lease.coming.discard(page)
-            if page in self._slot:
-                lease.ready.append(page)
                 continue
-            error = self._failed[page]
-            self._unpin(page)
-            raise error
+            slot = self._slot_for_demand()
+            if slot is None:
+                return
+            lease.wanted.popleft()
+            self.counts.requests += 1
+            self.counts.misses += 1
+            self._pin(page)
+            self._await(page, lease)
+            self._begin(page, slot, Priority.DEMAND)
+
+    def _await(self, page: PageId, lease: _Lease) -> None:
+        lease.coming.add(page)
+        self._waiting.setdefault(page, []).append(lease)
 
     def _refuse_deadlock(self, lease: _Lease) -> None:
         """Nobody else can free a slot if the calling thread holds them all."""
@@ -222,38 +243,155 @@ class ExpertStore:
                 f"End the outer lease first, or give {len(mine) + len(lease.wanted)} slots.",
             )
 
+    def _release_held(self, lease: _Lease) -> None:
+        for page in lease.held:
+            self._unpin(page)
+        lease.held.clear()
+
+    def _drop(self, lease: _Lease) -> None:
+        """Let go of everything.  What nobody else waits for and has not begun is not read."""
+        self._leases.discard(lease)
+        self._release_held(lease)
+        for page in lease.ready:
+            self._unpin(page)
+        for page in list(lease.coming):
+            self._waiting[page].remove(lease)
+            self._unpin(page)
+            if page not in self._pins:
+                self._cancel(page)
+
+    # ---- prefetch ----
+
+    def prefetch(self, pages: Iterable[PageId]) -> int:
+        """Start reading absent ``pages``, the most wanted first, behind all other reads.
+
+        Stops where slots that nobody uses, or the room for prefetched pages, end.  Returns how
+        many reads were started.  One that fails is forgotten: a later lease reads again.
+        """
+        started = 0
+        with self._change:
+            if any(lease.wanted for lease in self._leases):
+                return 0  # pages that someone waits for have no slot yet
+            for page in pages:
+                if page in self._slot:
+                    continue
+                if len(self._guarded) >= self.prefetch_room or not (self._free or self._idle):
+                    break
+                slot = self._free.pop() if self._free else self._evict(self._idle)
+                self._unused.add(page)
+                self._guarded[page] = None
+                self.counts.prefetches += 1
+                self._begin(page, slot, Priority.PREFETCH)
+                started += 1
+        return started
+
+    def drop_prefetches(self, layer: int) -> None:
+        """The requests of ``layer`` are known: what was prefetched for it and not asked for is
+        cancelled if it has not been read, and otherwise an ordinary page from now on."""
+        with self._change:
+            for page in [page for page in self._guarded if page.layer == layer]:
+                self._unguard(page)
+
+    def _unguard(self, page: PageId) -> None:
+        del self._guarded[page]
+        if page in self._loading:
+            self._cancel(page)
+        else:
+            self._idle.add(page)
+            self._change.notify_all()
+
+    # ---- reads ----
+
+    def _begin(self, page: PageId, slot: int, priority: Priority) -> None:
+        size, guess = self._tier.size(page), priority is Priority.PREFETCH
+        self.counts.bytes += size
+        self.counts.prefetch_bytes += size * guess
+        self._policy.insert(page)
+        self._slot[page] = slot
+        try:
+            ticket = self._tier.read(page, self._slots[slot], priority)
+        except BaseException as error:  # a closed tier: an end like that of any other failed read
+            ticket = Ticket(1)
+            ticket.finish(error)
+        self._loading[page] = ticket
+        ticket.then(lambda: self._arrived(page, slot, ticket, size, guess))
+
+    def _arrived(self, page: PageId, slot: int, ticket: Ticket, size: int, guess: bool) -> None:
+        """A read has ended, on a thread of the tier or inside a call of ours."""
+        with self._change:
+            if isinstance(ticket.error, Cancelled):
+                self.counts.bytes -= size - ticket.landed
+                self.counts.prefetch_bytes -= (size - ticket.landed) * guess
+            if self._loading.get(page) is not ticket:  # given up while its last pieces ran
+                self._ending -= 1
+                self._free.append(slot)
+            elif ticket.error is None:
+                del self._loading[page]
+                if page not in self._pins and page not in self._guarded:
+                    self._idle.add(page)
+                for lease in self._waiting.pop(page, ()):
+                    lease.coming.discard(page)
+                    lease.ready.append(page)
+            else:
+                self._free.append(slot)
+                self._pins.pop(page, None)
+                for lease in self._waiting.pop(page, ()):
+                    lease.coming.discard(page)
+                    lease.error = lease.error or ticket.error
+                self._forget(page)
+            self._change.notify_all()
+
+    def _cancel(self, page: PageId) -> None:
+        """Give up the read of a page that nobody waits for, unless all of it has begun."""
+        ticket = self._loading[page]
+        if ticket.cancel() and self._loading.get(page) is ticket:
+            self._ending += 1  # its slot is in use until the pieces under way have ended
+            self._forget(page)
+
+    def _forget(self, page: PageId) -> None:
+        """``page`` has failed or was cancelled; its slot is no longer its own."""
+        del self._loading[page], self._slot[page]
+        self._waiting.pop(page, None)
+        self._guarded.pop(page, None)
+        self._count_wasted(page)
+        self._policy.forget(page)
+
     # ---- slots and pins ----
 
-    def _has_empty_slot(self) -> bool:
-        return bool(self._free) or self._idle > 0
+    def _slot_for_demand(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        if self._idle:
+            return self._evict(self._idle)
+        here = {page for page in self._guarded if page not in self._loading}
+        if here:
+            return self._evict(here)
+        for page in reversed(list(self._guarded)):
+            if self._free or self._ending:
+                break
+            self._cancel(page)
+        return self._free.pop() if self._free else None
 
-    def _evict(self) -> int:
-        self._idle -= 1
-        return self._slot.pop(self._policy.evict(lambda page: page in self._pins))
+    def _evict(self, choice: Collection[PageId]) -> int:
+        page = self._policy.evict(lambda page: page not in choice)
+        self._idle.discard(page)
+        self._guarded.pop(page, None)
+        self._count_wasted(page)
+        return self._slot.pop(page)
+
+    def _count_wasted(self, page: PageId) -> None:
+        if page in self._unused:
+            self._unused.discard(page)
+            self.counts.wasted += 1
 
     def _pin(self, page: PageId) -> None:
-        count = self._pins.get(page, 0)
-        self._pins[page] = count + 1
-        if not count and page not in self._loading:
-            self._idle -= 1
+        self._pins[page] = self._pins.get(page, 0) + 1
+        self._idle.discard(page)
 
     def _unpin(self, page: PageId) -> None:
         self._pins[page] -= 1
         if not self._pins[page]:
             del self._pins[page]
-            self._failed.pop(page, None)  # the last waiter is gone; a later lease may try again
-            if page in self._slot and page not in self._loading:
-                self._idle += 1
-        self._change.notify_all()
-
-    def _release_held(self, lease: _Lease) -> None:
-        if lease.held is not None:
-            self._unpin(lease.held)
-            lease.held = None
-
-    def _drop(self, lease: _Lease) -> None:
-        """Let go of everything; loads under way end by themselves and stay as residents."""
-        self._leases.discard(lease)
-        self._release_held(lease)
-        for page in [*lease.ready, *lease.coming]:
-            self._unpin(page)
+            if page not in self._loading:
+                self._idle.add(page)
+            self._change.notify_all()

@@ -1,9 +1,10 @@
-"""Which tokens go into the next sweep, and how they lie in tiles.  Numbers only.
+"""Which tokens go into the next sweep, and how their rows lie.  Numbers only.
 
-A sweep takes a list of runs, each the next tokens of one sequence.  A prefill run is cut at
-absolute multiples of the KDA chunk; the pieces (parts) are packed into tiles of 64 rows, never
-split.  Decode runs are one token long and share tiles.  What a row computes depends on the kind
-of its run and its absolute position, never on the tile it shares.
+A sweep takes a list of runs, each the next tokens of one sequence.  Its rows are compact: first
+those of decode runs, one token each, then those of prompts, cut at absolute multiples of the KDA
+chunk into parts.  Rows pass a layer in groups of one kind, so that a weight is read once for many
+rows.  What a row computes depends on the kind of its run and its absolute position, never on the
+group it shares.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..config import KDA_CHUNK, ROW_TILE
+from ..config import GROUP_ROWS, KDA_CHUNK
 
 
 class Span(NamedTuple):
@@ -23,45 +24,61 @@ class Span(NamedTuple):
 
 
 class Part(NamedTuple):
-    """``count`` rows of run ``run`` from row ``at`` of a tile; ``start`` is the first position."""
+    """``count`` rows of run ``run`` from row ``row`` of the sweep; ``start`` is their position."""
 
     run: int
-    at: int
+    row: int
     start: int
     count: int  # type: ignore[assignment]  # not the tuple's method
-    decode: bool
 
 
-class Tile(NamedTuple):
-    """64 rows of the sweep's arrays from row ``begin``; ``used`` of them hold tokens."""
+class Group(NamedTuple):
+    """Rows ``begin`` to ``end`` of a sweep, all of one kind, and the parts they consist of."""
 
     begin: int
-    used: int
+    end: int
+    decode: bool
     parts: tuple[Part, ...]
 
     @property
     def rows(self) -> slice:
-        return slice(self.begin, self.begin + ROW_TILE)
+        return slice(self.begin, self.end)
+
+    def own(self, part: Part) -> slice:
+        """The rows of ``part`` within the group."""
+        return slice(part.row - self.begin, part.row - self.begin + part.count)
 
 
-def pack(spans: Sequence[Span]) -> list[Tile]:
-    """Tiles of a sweep over ``spans``, runs in order, parts in rising position."""
-    groups: list[list[Part]] = []
-    used = ROW_TILE
+def pack(spans: Sequence[Span]) -> list[Group]:
+    """Groups of a sweep over ``spans``: decode runs, then prompts in order of their runs."""
+    groups: list[Group] = []
+    for decode in (True, False):
+        row = groups[-1].end if groups else 0
+        waiting: list[Part] = []
+        for part in _parts(spans, decode, row):
+            if waiting and part.row + part.count - waiting[0].row > GROUP_ROWS:
+                groups.append(_group(waiting, decode))
+                waiting = []
+            waiting.append(part)
+        if waiting:
+            groups.append(_group(waiting, decode))
+    return groups
+
+
+def _parts(spans: Sequence[Span], decode: bool, row: int) -> list[Part]:
+    parts = []
     for run, span in enumerate(spans):
         position, end = span.start, span.start + span.count
-        while position < end:
+        while span.decode == decode and position < end:
             stop = min(end, position // KDA_CHUNK * KDA_CHUNK + KDA_CHUNK)
-            if used + stop - position > ROW_TILE:
-                groups.append([])
-                used = 0
-            groups[-1].append(Part(run, used, position, stop - position, span.decode))
-            used += stop - position
+            parts.append(Part(run, row, position, stop - position))
+            row += stop - position
             position = stop
-    return [
-        Tile(i * ROW_TILE, parts[-1].at + parts[-1].count, tuple(parts))
-        for i, parts in enumerate(groups)
-    ]
+    return parts
+
+
+def _group(parts: Sequence[Part], decode: bool) -> Group:
+    return Group(parts[0].row, parts[-1].row + parts[-1].count, decode, tuple(parts))
 
 
 def cut(position: int, waiting: int, budget: int) -> int:

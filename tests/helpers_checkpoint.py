@@ -21,7 +21,7 @@ from k3offload.errors import K3Error
 from k3offload.make_tiny import make_tiny
 
 INDEX = "model.safetensors.index.json"
-BITS = {"BF16": 16, "F16": 16, "F32": 32, "U8": 8, "I64": 64, "I32": 32}
+BITS = {"BF16": 16, "F16": 16, "F32": 32, "U8": 8, "I8": 8, "I64": 64, "I32": 32}
 _FOLDERS: list[TemporaryDirectory[str]] = []
 ROOT = Path(__file__).resolve().parent.parent
 

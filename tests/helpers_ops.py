@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from k3offload import registry
+from k3offload.kernels import native
 from k3offload.kernels.linear_reference import DenseWeight, Weight
 from k3offload.kernels.mxfp4 import Mxfp4Weight
 from k3offload.kernels.workers import Workers
@@ -44,9 +45,14 @@ class Op:
 
 
 def implementations(op: Op) -> dict[str, Function]:
-    """BACKEND -> function, of every file that has one."""
-    modules: Mapping[str, ModuleType] = registry.implementations("kernels", op.home)
-    return {b: getattr(m, op.name) for b, m in modules.items() if hasattr(m, op.name)}
+    """BACKEND -> function, of every file that has one and can run here."""
+    return {b: getattr(m, op.name) for b, m in backends(op.home).items() if hasattr(m, op.name)}
+
+
+def backends(home: str) -> dict[str, ModuleType]:
+    """BACKEND -> module, of every ``kernels/HOME_BACKEND.py`` that can run here."""
+    modules: Mapping[str, ModuleType] = registry.implementations("kernels", home)
+    return {b: m for b, m in modules.items() if b != "native" or native.available()}
 
 
 def randn(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -92,13 +98,15 @@ def weight_exact(weight: Weight) -> torch.Tensor:
     return weight.tensor.double()
 
 
-def _linear(make_weight: Callable[[torch.Generator, torch.dtype], Weight], k: int = K) -> Op:
+def _linear(
+    make_weight: Callable[[torch.Generator, torch.dtype], Weight], k: int = K, decode: bool = False
+) -> Op:
     return Op(
         name="linear",
         home="linear",
         rows=("x",),
         make=lambda r, g, t: {"x": randn(g, r, k, dtype=t), "weight": make_weight(g, t)},
-        call=lambda f, i, w: (f(i["x"], i["weight"], w),),
+        call=lambda f, i, w: (f(i["x"], i["weight"], w, decode),),
         exact=lambda i: (i["x"].double() @ weight_exact(i["weight"]).T,),
     )
 
@@ -127,12 +135,15 @@ def router_exact(i: Inputs, renormalize: bool = True, scale: float = 2.5) -> Ten
     weights = scores.gather(1, experts)
     if renormalize:
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
-    return experts, weights * scale
+    return experts, weights * scale, scores
 
 
-def _call_router(f: Function, i: Inputs, w: Workers) -> Tensors:
-    experts, weights = f(i["x"], i["gate"], i["bias"], i["top_k"], True, 2.5, w)
-    return experts, weights
+def _router(decode: bool) -> Op:
+    def call(f: Function, i: Inputs, w: Workers) -> Tensors:
+        routed: Tensors = f(i["x"], i["gate"], i["bias"], i["top_k"], True, 2.5, w, decode)
+        return routed
+
+    return Op("router", "router", ("x",), _make_router, call, router_exact)
 
 
 # ---- row by row ----
@@ -239,7 +250,12 @@ OPS: dict[str, Op] = {
     "linear-mxfp4": _linear(lambda g, t: mxfp4(g)),
     "linear-dense-tiles": _linear(lambda g, t: dense(g, t, *TILES), TILES[1]),
     "linear-mxfp4-tiles": _linear(lambda g, t: mxfp4(g, *TILES), TILES[1]),
-    "router": Op("router", "router", ("x",), _make_router, _call_router, router_exact),
+    "linear-dense-decode": _linear(lambda g, t: dense(g, t), decode=True),
+    "linear-mxfp4-decode": _linear(lambda g, t: mxfp4(g), decode=True),
+    "linear-dense-tiles-decode": _linear(lambda g, t: dense(g, t, *TILES), TILES[1], True),
+    "linear-mxfp4-tiles-decode": _linear(lambda g, t: mxfp4(g, *TILES), TILES[1], True),
+    "router": _router(False),
+    "router-decode": _router(True),
     "rms_norm": Op(
         "rms_norm", "rms_norm", ("x",), _make_norm,
         lambda f, i, w: (f(i["x"], i["weight"], 1e-5),), _exact_norm,

@@ -104,9 +104,12 @@ def test_requests_and_bytes_of_streaming(folder: Path, generated: dict[str, Any]
     assert experts["bytes"] == experts["misses"] * opened.expert_bytes
     trunk, streamed = generated["tiers"]["ram"]["trunk"], set(range(LAYERS))
     streamed -= set(generated["plan"]["resident_layers"])
-    assert trunk["requests"] == 2 * LAYERS and trunk["misses"] == 2 * len(streamed)
+    assert trunk["requests"] == trunk["hits"] + trunk["late"] + trunk["misses"] == 2 * LAYERS
+    assert trunk["hits"] + trunk["late"] >= 2 * (LAYERS - len(streamed)), "the others are there"
+    assert trunk["misses"] <= 2, "what comes next is read ahead"
     sizes = [sum(t.location.length for t in opened.trunk(i)) for i in streamed]
-    assert trunk["bytes"] == 2 * sum(sizes)
+    ahead = trunk["bytes"] - 2 * sum(sizes)  # of the sweep that would have followed
+    assert 0 <= ahead <= 2 * max(sizes)
 
 
 def test_the_kernel_agrees_about_what_was_read() -> None:
@@ -244,7 +247,7 @@ def test_rows_beyond_2_gib_of_an_embedding_r35(tmp_path: Path) -> None:
             file.seek(place.offset + row * 8192 * 2)
             file.write(np.full(8192, 0x3F80 + row % 97, "<u2").tobytes())
     tier = DiskTier(opened.files, lambda page: opened.expert(*page).extents)
-    plan = Plan(0, (), frozenset(), False, False, 0, 0, 0, 0, 64, 0, 0, ())
+    plan = Plan(0, (), frozenset(), False, False, 0, 0, 0, 0, 0, 64, 0, 0, ())
     weights = ModelWeights(opened, tier, plan)
     found = weights.embed([*rows, 131_070], torch.bfloat16)
     bits = found.view(torch.int16).numpy()

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from k3offload.config import ROW_TILE
-from k3offload.engine import Engine, load, rows_of
+from k3offload.engine import Engine, load
 from k3offload.errors import DoesNotFit, SessionError, UsageError
 from k3offload.generate import Done, Prefill, Request, Token, generate
 from k3offload.model import Run
 from k3offload.run_logits import spans
 from k3offload.sampling import Sampling
-from k3offload.scheduler.sweep import Tile
+from k3offload.scheduler.sweep import Group
 from k3offload.session import Session
 from tests.helpers_engine import (
     BRIEF,
@@ -43,7 +42,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Engine]:
-    """One tile of 64 rows for everybody."""
+    """Room for 64 rows in a sweep."""
     with load(checkpoint(**BRIEF), dtype="float32", context=800, sessions=8, sweep=64) as made:
         yield made
 
@@ -63,23 +62,23 @@ def rows_seen(engine: Engine) -> Iterator[list[int]]:
     """Rows of each sweep of ``engine``, as its router sees them."""
     first, rows = engine.spec.moe_layers[0], list[int]()
 
-    def watch(layer: int, tile: Tile, experts: torch.Tensor, weights: torch.Tensor) -> None:
-        if layer == first and tile.begin == 0:
+    def watch(layer: int, group: Group, *routed: torch.Tensor) -> None:
+        if layer == first and group.begin == 0:
             rows.append(0)
-        rows[-1] = max(rows[-1], tile.begin + ROW_TILE)
+        rows[-1] = max(rows[-1], group.end)
 
-    engine.hooks.on_route = watch
+    before, engine.hooks.on_route = engine.hooks.on_route, watch
     yield rows
-    engine.hooks.on_route = None
+    engine.hooks.on_route = before
 
 
 def test_a_sweep_takes_no_more_rows_than_planned(engine: Engine, rows_seen: list[int]) -> None:
-    """495 tokens are fewer than 512, but no two runs of 33 share a tile: 15 tiles of 8."""
-    prompts = [some_tokens(33, seed) for seed in range(15)]
+    """16 prompts of 33 tokens are 528 rows: 15 go into the first sweep whole, none is cut."""
+    prompts = [some_tokens(33, seed) for seed in range(16)]
     sessions = [session_with(engine, prompt) for prompt in prompts]
     engine.advance(sessions)
     assert engine.plan.sweep_rows == 512
-    assert rows_seen == [8 * ROW_TILE, 7 * ROW_TILE]
+    assert rows_seen == [15 * 33, 33]
     for session, prompt in zip(sessions, prompts, strict=True):
         assert same_bits(session.logits(), alone(engine, prompt))
         session.close()
@@ -90,18 +89,16 @@ def test_a_sweep_larger_than_planned_is_refused(narrow: Engine, tokens: int) -> 
     state = narrow.new_state()
     with pytest.raises(UsageError, match=r"takes \d+ rows and the plan has 64"):
         narrow.run([Run(state, some_tokens(tokens))], lambda *row: None)
-    with pytest.raises(UsageError, match="takes 128 rows"):
+    with pytest.raises(UsageError, match="takes 66 rows"):
         narrow.run([Run(state, [1] * 33), Run(narrow.new_state(), [1] * 33)], lambda *row: None)
     assert state.usable().position == 0
     assert all(latents.length == 0 for latents in state.latents.values())
 
 
 @pytest.mark.parametrize(
-    ("sweep", "rows"), [(1, 64), (13, 64), (64, 64), (65, 128), (100, 192), (512, 512)]
+    ("sweep", "rows"), [(1, 64), (13, 64), (64, 64), (65, 128), (100, 128), (512, 512)]
 )
-def test_rows_of_covers_every_span_of_a_long_prompt(sweep: int, rows: int) -> None:
-    """Sweeps that are no multiple of 64 begin inside a chunk and may touch one tile more."""
-    assert rows_of(sweep) == rows
+def test_a_plan_has_room_for_every_sweep_of_a_prompt(sweep: int, rows: int) -> None:
     with load(checkpoint(**BRIEF), dtype="float32", sweep=sweep, context=400) as engine:
         assert engine.plan.sweep_rows == rows
         state, tokens = engine.new_state(), some_tokens(min(330, 70 + 10 * sweep))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-import k3offload.weights
+import k3offload.layout
 from k3offload.engine import Engine, load
 from k3offload.model import Run
 from k3offload.tiers.base import Buffer, PageId, Ticket
@@ -91,12 +91,15 @@ def test_budget_from_the_least_up(base: Base, extra: int, monkeypatch: pytest.Mo
         assert len(engine.plan.resident_layers) < 5
         assert extra or engine.plan.slots == 1
         base.check(engine)
-        assert engine.counts()["trunk"].misses > 5
+        streamed = [
+            engine.plan.layer_sizes[i] for i in range(5) if i not in engine.plan.resident_layers
+        ]
+        assert engine.counts()["trunk"].bytes > 5 * min(streamed)
 
 
 def test_streamed_head_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(vocab=20_000, layers=2, vision=False)
-    monkeypatch.setattr(k3offload.weights, "HEAD_BUFFER", 3 << 20)
+    monkeypatch.setattr(k3offload.layout, "HEAD_BUFFER", 3 << 20)
     with load(folder) as engine:
         wanted = logits_of(engine, TOKENS[:40])
     starve(monkeypatch)
@@ -220,11 +223,11 @@ def test_random_arrival_order_r61(slots: int, monkeypatch: pytest.MonkeyPatch) -
     read, fill = DiskTier.read, DiskTier._read_window
     canaries = 0
 
-    def poisoned(tier: DiskTier, page: PageId, into: Buffer) -> Ticket:
+    def poisoned(tier: DiskTier, page: PageId, into: Buffer, *rest: Any) -> Ticket:
         nonlocal canaries
         canaries += 1
         into[:] = 0xFF  # NaN scales, should they ever be used
-        return read(tier, page, into)
+        return read(tier, page, into, *rest)
 
     def late(tier: DiskTier, *rest: Any) -> None:
         time.sleep(delays.random() * 0.002)

@@ -14,6 +14,9 @@ import torch
 
 from k3offload.engine import Engine, load
 from k3offload.generate import Token
+from k3offload.kernels import native
+from k3offload.kernels.choose import OPS
+from k3offload.model import Hooks
 from k3offload.run_logits import Routing, write_logits
 from k3offload.sampling import Sampling
 from tests.helpers_engine import (
@@ -43,14 +46,18 @@ SAFE = 1e-5
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Engines of the golden cases by (name, dtype), loaded once."""
-    made: dict[tuple[str, str], Engine] = {}
+    """Engines of the golden cases by (name, dtype, kernels), loaded once."""
+    made: dict[tuple[str, str, str], Engine] = {}
     parent = tmp_path_factory.mktemp("golden")
 
-    def get(name: str, dtype: str = "float32") -> Engine:
-        if (name, dtype) not in made:
-            made[name, dtype] = load(golden_checkpoint(name, parent), dtype=dtype)
-        return made[name, dtype]
+    def get(name: str, dtype: str = "float32", backend: str = "") -> Engine:
+        key = (name, dtype, backend)
+        if key not in made:
+            how: dict[str, Any] = {"isa": backend} if backend in native.isas() else {}
+            if backend == "reference":
+                how = {"kernels": dict.fromkeys(OPS, "reference")}
+            made[key] = load(golden_checkpoint(name, parent), dtype=dtype, **how)
+        return made[key]
 
     yield get
     for engine in made.values():
@@ -83,6 +90,20 @@ def test_golden_bfloat16(way: str, engines: Any, tmp_path: Path) -> None:
     assert report, report
 
 
+@pytest.mark.parametrize("way", ["one-sweep", "decode-from-20"])
+@pytest.mark.parametrize("backend", ["reference", *native.isas()])
+@pytest.mark.parametrize("name", ["nano-0", "odd-0"])
+def test_golden_on_every_backend(
+    name: str, backend: str, way: str, engines: Any, tmp_path: Path
+) -> None:
+    """Torch kernels, and native ones for each instruction set that runs here."""
+    got, n = fed(engines(name, backend=backend), name, way, tmp_path / "l.npy")
+    golden = load_golden(name)
+    report = judge(golden.logits[:n], got, golden.margin[:, :n])
+    assert report, report
+    assert report.judged == n
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_golden_greedy(name: str, engines: Any) -> None:
     golden = load_golden(name)
@@ -99,7 +120,7 @@ def test_routing_r52(name: str, engines: Any) -> None:
     seen = Routing(engine.spec, len(golden.tokens))
     engine.hooks.on_route = seen.watch
     logits_of(engine, golden.tokens.tolist(), sweep=64, keep=1)
-    engine.hooks.on_route = None
+    engine.hooks = Hooks()
     found = seen.arrays()
     order = np.argsort(golden.experts, axis=-1)
     assert found["layers"].tolist() == golden.layers.tolist()

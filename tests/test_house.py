@@ -25,17 +25,19 @@ FOLDERS = ("kernels", "tiers", "scheduler")
 #: Every file of the package belongs to one group.  A folder's files go by the folder's name.
 GROUPS = {
     "leaf": "config errors machine paths registry",
-    "spec": "spec inventory config_fields config_read",
+    "spec": "spec inventory config_fields config_read precision",
     "data": "checkpoint headers json_stream shards findings find survey check_values "
-    "tokenizer tokenizer_json textstream sampling",
+    "tokenizer tokenizer_json textstream sampling layout",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
-    "state": "state weights",
+    "state": "arena fetch ring state weights",
     "model": "model layer_kda layer_mla layer_moe",
     "session": "session",
-    "engine": "engine budget warmup generate",
-    "edge": "check inspect make_tiny progress report",
-    "command": "run_generate run_logits",
-    "cli": "cli",
+    "engine": "engine budget budget_kernels generate options warmup",
+    "edge": "bench_read check inspect make_tiny progress report trace",
+    "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
+    "planning": "doctor doctor_system forecast measure plan_report plan_text rates",
+    "command": "damage run_generate run_logits",
+    "cli": "cli cli_bench cli_damage cli_model cli_options cli_pack cli_plan cli_run",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.
@@ -52,15 +54,35 @@ ALLOWED = {
     "session": "model state spec data tiers scheduler kernels",
     "engine": "session model state spec data tiers scheduler kernels",
     "edge": "engine session state spec data tiers scheduler kernels tiny",
+    "packing": "edge spec data tiers kernels state",
+    "planning": "edge engine session model state spec data tiers scheduler kernels",
     "command": "edge engine session model state spec data tiers scheduler kernels",
-    "cli": "command edge engine session state spec data tiers scheduler kernels tiny root",
+    "cli": "command packing planning edge engine session state spec data tiers scheduler kernels "
+    "tiny root",
     "root": "cli edge engine session state spec data tiers scheduler kernels",
 }
 LONELY = ("edge",)  # files of these groups never import one another
 #: The only call upwards: a session offers the loop that drives it, and loads it when called.
 UPWARDS = {("session", "k3offload.generate")}
 TORCH_FREE = ("leaf", "spec", "data", "tiny", "scheduler")
-TORCH_FREE_EDGES = ("check", "inspect", "make_tiny")
+TORCH_FREE_EDGES = [
+    "bench_read",
+    "budget",
+    "check",
+    "forecast",
+    "inspect",
+    "make_tiny",
+    "options",
+    "pack",
+    "pack_journal",
+    "pack_layout",
+    "pack_source",
+    "pack_stream",
+    "pack_write",
+    "plan_report",
+    "plan_text",
+    "rates",
+]
 KERNELS_MAY = {"torch", "triton", "numpy", "k3offload"}
 
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}

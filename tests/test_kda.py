@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from k3offload import registry
 from k3offload.config import KDA_CHUNK
 from k3offload.kernels.kda_reference import kda_chunk, kda_step
+from k3offload.kernels.workers import Workers
 from tests.contract.test_kernel import generator, poisoned, same_bits
-from tests.helpers_ops import randn
+from tests.helpers_ops import backends, randn
 
 Args = tuple[torch.Tensor, ...]  # q, k, g [h, T, dk], v [h, T, dv], beta [h, T] as q, k, v, g, beta
 Chunk = Callable[..., torch.Tensor]
 
-MODULES = registry.implementations("kernels", "kda")
-CONVS = registry.implementations("kernels", "short_conv")
+MODULES = backends("kda")
+CONVS = backends("short_conv")
+SOLO = Workers(1)
 H, DK, DV = 3, 32, 20
 GATES = {
     "-5": lambda g, t: torch.full((H, t, DK), -5.0),
@@ -57,29 +59,16 @@ def by_steps(step: Chunk, args: Args, state: torch.Tensor) -> tuple[torch.Tensor
     with poisoned():
         for t in range(args[0].shape[1]):
             q, k, v, g, beta = (a[:, t] for a in args)
-            outputs.append(step(q, k, v, g, beta, state).clone())
+            outputs.append(step(q, k, v, g, beta, state, SOLO).clone())
         return torch.stack(outputs, 1), state
-
-
-def padded(args: Args, begin: int, count: int) -> Args:
-    """Tokens ``begin:begin + count`` in a chunk of 64: k, g and beta of padding are zero, its q and
-    v are what a layer leaves there, which is anything finite."""
-    q, k, v, g, beta = (a[:, begin : begin + count] for a in args)
-    rest = KDA_CHUNK - count
-
-    def pad(x: torch.Tensor, fill: float) -> torch.Tensor:
-        return torch.cat((x, torch.full((x.shape[0], rest, *x.shape[2:]), fill)), 1)
-
-    return pad(q, 3.0), pad(k, 0), pad(v, -7.0), pad(g, 0), pad(beta, 0)
 
 
 def by_chunks(chunk: Chunk, args: Args, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     state, outputs, tokens = state.clone(), [], args[0].shape[1]
     with poisoned():
         for begin in range(0, tokens, KDA_CHUNK):
-            count = min(KDA_CHUNK, tokens - begin)
-            out = chunk(*(a.clone() for a in padded(args, begin, count)), state)
-            outputs.append(out[:, :count].clone())
+            own = [a[:, begin : begin + KDA_CHUNK].transpose(0, 1).contiguous() for a in args]
+            outputs.append(chunk(*own, state, SOLO).transpose(0, 1).clone())
         return torch.cat(outputs, 1), state
 
 
@@ -133,26 +122,33 @@ def test_chunk_and_step_equal_the_reference(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", MODULES)
-def test_padding_leaves_the_state_untouched(backend: str) -> None:
-    """A chunk of nothing but padding changes no bit of the state; q and v of padding reach no bit
-    of the others."""
+def test_rows_behind_the_prompt_reach_nothing(backend: str) -> None:
+    """The first tokens of a chunk have the same bits whatever follows them, and none is needed."""
     chunk = MODULES[backend].kda_chunk
     args, state = make(4, KDA_CHUNK, "mixed")
-    kept = state.clone()
-    with poisoned():
-        chunk(*padded(args, 0, 0), state)
-    assert same_bits(state, kept)
+    whole, _ = by_chunks(chunk, args, state)
     for count in (1, 15, 16, 17, 63):
-        results = []
-        for fill in (1.0, -1e6):
-            q, k, v, g, beta = padded(args, 0, count)
-            q[:, count:], v[:, count:] = fill, fill
-            after = state.clone()
-            with poisoned():
-                out = chunk(q, k, v, g, beta, after)[:, :count].clone()
-            results.append((out, after))
-        for a, b in zip(*results, strict=True):
-            assert same_bits(a, b)
+        part, _ = by_chunks(chunk, tuple(a[:, :count] for a in args), state)
+        assert same_bits(part, whole[:, :count])
+
+
+@pytest.mark.parametrize("name", ["kda_chunk", "kda_step"])
+@pytest.mark.parametrize("backend", MODULES)
+def test_threads_change_no_bit(backend: str, name: str) -> None:
+    g = generator(9)
+    heads = 35
+    shape = (heads,) if name == "kda_step" else (50, heads)
+    q, k, v = (randn(g, *shape, 32) for _ in range(3))
+    decay, beta, state = -randn(g, *shape, 32).abs(), randn(g, *shape), randn(g, heads, 32, 32)
+    results = []
+    for threads in (1, 2, 3, 4):
+        workers, own = Workers(threads), state.clone()
+        with poisoned():
+            out = getattr(MODULES[backend], name)(q, k / 6, v, decay, beta, own, workers)
+        results.append((out, own))
+        workers.close()
+    for again in results[1:]:
+        assert all(same_bits(a, b) for a, b in zip(results[0], again, strict=True))
 
 
 @pytest.mark.parametrize("backend", MODULES)
@@ -182,9 +178,9 @@ def test_heads_do_not_meet(backend: str, name: str) -> None:
         assert same_bits(after[1], after_again[1])
 
 
-def no_last_row(*args: torch.Tensor) -> torch.Tensor:
+def no_last_row(*args: Any) -> torch.Tensor:
     out: torch.Tensor = MODULES["reference"].kda_chunk(*args)
-    out[:, -1] = out[:, -2]
+    out[-1] = out[-2]
     return out
 
 
@@ -195,8 +191,11 @@ def unsafe(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
+    workers: Workers,
 ) -> torch.Tensor:
     """Divides by the decay of the whole chunk."""
+    q, k, v, g = (x.transpose(0, 1) for x in (q, k, v, g))
+    beta = beta.T
     total = torch.cumsum(g, 1)
     pairs = torch.bmm(k * torch.exp(total), (k * torch.exp(-total)).transpose(1, 2)).tril(-1)
     right = v - torch.bmm(k * torch.exp(total), state)
@@ -208,14 +207,14 @@ def unsafe(
     last = total[:, -1:]
     state.mul_(torch.exp(last).transpose(1, 2))
     state.add_(torch.bmm((k * torch.exp(last - total)).transpose(1, 2), u))
-    return out
+    return out.transpose(0, 1)
 
 
-def decays_after(*args: torch.Tensor) -> torch.Tensor:
+def decays_after(*args: Any) -> torch.Tensor:
     """Applies each token's decay after its update instead of before it."""
-    q, k, v, g, beta, state = args
-    late = torch.cat((torch.zeros_like(g[:, :1]), g[:, :-1]), 1)
-    return MODULES["reference"].kda_chunk(q, k, v, late, beta, state)  # type: ignore[no-any-return]
+    q, k, v, g, *rest = args
+    late = torch.cat((torch.zeros_like(g[:1]), g[:-1]))
+    return MODULES["reference"].kda_chunk(q, k, v, late, *rest)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -252,16 +251,17 @@ def conv_inputs(dtype: torch.dtype, tokens: int = 64) -> Args:
 
 
 def check_conv(conv: Conv, dtype: torch.dtype) -> None:
-    x, tail, weight = conv_inputs(dtype)
+    whole, tail, weight = conv_inputs(dtype)
     with poisoned():
-        for valid in (0, 1, 2, 3, 4, 63, 64):
-            y, moved = conv(x, tail, weight, valid)
+        for count in (1, 2, 3, 4, 63, 64):
+            x = whole[:count]
+            y, moved = conv(x, tail, weight)
             want = conv_exact(x, tail, weight)
             rounding = 2.0**-8 if dtype == torch.bfloat16 else 2e-6
             assert y.dtype == torch.float32
             assert (y.double() - want).abs().max() <= rounding * want.abs().max()
             assert same_bits(y, y.to(dtype).float()), "stored in the model's precision"
-            assert same_bits(moved, torch.cat((tail, x))[valid : valid + TAPS - 1])
+            assert same_bits(moved, torch.cat((tail, x))[count:])
             assert moved.data_ptr() != x.data_ptr()
 
 
@@ -272,39 +272,33 @@ def test_short_conv(backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("backend", CONVS)
-def test_short_conv_in_pieces_and_beyond_padding(backend: str) -> None:
-    """Two pieces that hand on the tail give the bits of one; rows behind ``valid`` reach none."""
+def test_short_conv_in_pieces(backend: str) -> None:
+    """Two pieces that hand on the tail give the bits of one."""
     conv = CONVS[backend].short_conv
     x, tail, weight = conv_inputs(torch.bfloat16, 128)
     with poisoned():
-        first, moved = conv(x[:64], tail, weight, 64)
-        second, end = conv(x[64:], moved, weight, 64)
-        for cut in (1, 2, 3, 30):
-            a = torch.full_like(x[:64], float("nan"))
-            a[:cut] = x[:cut]
-            head, between = conv(a, tail, weight, cut)
-            b = torch.cat((x[cut:64], x.new_zeros(cut, C)))
-            rest, last = conv(b, between, weight, 64 - cut)
-            assert same_bits(first, torch.cat((head[:cut], rest[: 64 - cut])))
-            assert same_bits(moved, last)
-    assert second.shape == (64, C)
-    assert same_bits(end, x[125:])
+        whole, end = conv(x, tail, weight)
+        for cut in (1, 2, 3, 30, 64, 127):
+            head, between = conv(x[:cut], tail, weight)
+            rest, last = conv(x[cut:], between, weight)
+            assert same_bits(whole, torch.cat((head, rest)))
+            assert same_bits(end, last)
 
 
 def test_planted_wrong_convolutions_are_refused() -> None:
     right = CONVS["reference"].short_conv
 
     def reversed_taps(
-        x: torch.Tensor, tail: torch.Tensor, weight: torch.Tensor, valid: int
+        x: torch.Tensor, tail: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return right(x, tail, weight.flip(1), valid)  # type: ignore[no-any-return]
+        return right(x, tail, weight.flip(1))  # type: ignore[no-any-return]
 
-    def tail_too_late(
-        x: torch.Tensor, tail: torch.Tensor, weight: torch.Tensor, valid: int
+    def tail_too_early(
+        x: torch.Tensor, tail: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return right(x, tail, weight, valid)[0], right(x, tail, weight, min(64, valid + 1))[1]
+        return right(x, tail, weight)[0], torch.cat((tail, x))[-TAPS:-1].clone()
 
-    for wrong in (reversed_taps, tail_too_late):
+    for wrong in (reversed_taps, tail_too_early):
         with pytest.raises(AssertionError):
             check_conv(wrong, torch.float32)
     check_conv(right, torch.float32)
@@ -327,7 +321,7 @@ def test_the_chunk_is_as_accurate_as_the_step(floor: float) -> None:
         own, rows = state.to(kind, copy=True), []
         for t in range(64):
             qt, kt, vt, gt, bt = (x[:, t].to(kind) for x in (q, k, v, g, beta))
-            rows.append(kda_step(qt, kt, vt, gt, bt, own))
+            rows.append(kda_step(qt, kt, vt, gt, bt, own, SOLO))
         return torch.stack(rows, 1)
 
     exact = stepped(torch.float64)
@@ -335,4 +329,6 @@ def test_the_chunk_is_as_accurate_as_the_step(floor: float) -> None:
     def error(out: torch.Tensor) -> float:
         return float(((out.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
 
-    assert error(kda_chunk(q, k, v, g, beta, state.clone())) <= 2 * error(stepped(torch.float32))
+    rows = [x.transpose(0, 1).contiguous() for x in (q, k, v, g, beta)]
+    chunk = kda_chunk(*rows, state.clone(), SOLO).transpose(0, 1)
+    assert error(chunk) <= 2 * error(stepped(torch.float32))

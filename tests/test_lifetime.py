@@ -19,11 +19,12 @@ import numpy as np
 import psutil
 import pytest
 
-from k3offload.engine import Engine, Options, load
+from k3offload.engine import Engine, load
 from k3offload.errors import CheckpointError, SessionError, UsageError
 from k3offload.generate import Done, Request, generate
 from k3offload.machine import default_threads
 from k3offload.model import Model
+from k3offload.options import Options
 from k3offload.sampling import Sampling
 from k3offload.session import Session
 from k3offload.state import SequenceState

@@ -6,36 +6,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3offload.config import KDA_CHUNK, ROW_TILE
-from k3offload.scheduler.sweep import Part, Span, Tile, cut, pack
+from k3offload.config import KDA_CHUNK
+from k3offload.scheduler.sweep import GROUP_ROWS, Group, Part, Span, cut, pack
 
 prefill = st.builds(Span, st.integers(0, 700), st.integers(1, 400), st.just(False))
 decode = st.builds(Span, st.integers(0, 10**6), st.just(1), st.just(True))
 spans_of_a_sweep = st.lists(st.one_of(prefill, decode), max_size=12)
 
 
-def check_pack(spans: list[Span], tiles: list[Tile]) -> None:
+def check_pack(spans: list[Span], groups: list[Group]) -> None:
     """What the forward pass relies on."""
     seen: dict[int, list[int]] = {run: [] for run in range(len(spans))}
-    for number, tile in enumerate(tiles):
-        assert tile.begin == number * ROW_TILE
-        assert tile.rows == slice(tile.begin, tile.begin + ROW_TILE)
-        at = 0
-        for part in tile.parts:
-            assert part.at == at, "parts lie without gaps"
+    kinds = [group.decode for group in groups]
+    assert kinds == sorted(kinds, reverse=True), "decode rows come first"
+    row = 0
+    for group in groups:
+        assert group.begin == row, "rows lie without gaps"
+        for part in group.parts:
+            assert part.row == row
             assert part.count >= 1
-            assert part.decode == spans[part.run].decode
+            assert group.decode == spans[part.run].decode
             first, last = part.start, part.start + part.count - 1
             assert first // KDA_CHUNK == last // KDA_CHUNK, "a part stays inside one chunk"
             seen[part.run] += range(first, last + 1)
-            at += part.count
-        assert 0 < tile.used == at <= ROW_TILE
+            row += part.count
+        assert 0 < group.end - group.begin <= GROUP_ROWS
+        assert group.end == row
+        assert group.rows == slice(group.begin, row)
     for run, span in enumerate(spans):
         assert seen[run] == list(range(span.start, span.start + span.count)), "each token once"
 
 
-def shapes(tiles: list[Tile], run: int) -> list[tuple[int, int]]:
-    return [(p.start, p.count) for tile in tiles for p in tile.parts if p.run == run]
+def shapes(groups: list[Group], run: int) -> list[tuple[int, int]]:
+    return [(p.start, p.count) for group in groups for p in group.parts if p.run == run]
 
 
 @settings(max_examples=300)
@@ -47,36 +50,35 @@ def test_pack(spans: list[Span]) -> None:
 @settings(max_examples=150)
 @given(spans=spans_of_a_sweep.filter(bool))
 def test_parts_do_not_depend_on_the_company(spans: list[Span]) -> None:
-    tiles = pack(spans)
+    groups = pack(spans)
     for run, span in enumerate(spans):
-        assert shapes(tiles, run) == shapes(pack([span]), 0)
+        assert shapes(groups, run) == shapes(pack([span]), 0)
 
 
 def test_pack_examples() -> None:
     assert pack([]) == []
-    assert pack([Span(0, 64, False)]) == [Tile(0, 64, (Part(0, 0, 0, 64, False),))]
-    tiles = pack([Span(60, 10, False), Span(9, 1, True)])
-    assert tiles == [
-        Tile(0, 11, (Part(0, 0, 60, 4, False), Part(0, 4, 64, 6, False), Part(1, 10, 9, 1, True)))
+    assert pack([Span(0, 64, False)]) == [Group(0, 64, False, (Part(0, 0, 0, 64),))]
+    groups = pack([Span(60, 10, False), Span(9, 1, True)])
+    assert groups == [
+        Group(0, 1, True, (Part(1, 0, 9, 1),)),
+        Group(1, 11, False, (Part(0, 1, 60, 4), Part(0, 5, 64, 6))),
     ]
-    decodes = pack([Span(i, 1, True) for i in range(65)])
-    assert [tile.used for tile in decodes] == [64, 1]
+    assert groups[1].own(groups[1].parts[1]) == slice(4, 10)
+    decodes = pack([Span(i, 1, True) for i in range(GROUP_ROWS + 1)])
+    assert [group.end - group.begin for group in decodes] == [GROUP_ROWS, 1]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        [Tile(0, 64, (Part(0, 0, 32, 64, False),)), Tile(64, 36, (Part(0, 0, 96, 36, False),))],
-        [Tile(0, 32, (Part(0, 0, 32, 32, False),)), Tile(64, 64, (Part(0, 0, 64, 64, False),))],
-        [
-            Tile(0, 32, (Part(0, 0, 32, 32, False),)),
-            Tile(64, 64, (Part(0, 0, 64, 64, False),)),
-            Tile(128, 5, (Part(0, 0, 127, 5, False),)),
-        ],
+        [Group(0, 100, False, (Part(0, 0, 32, 64), Part(0, 64, 96, 36)))],
+        [Group(0, 96, False, (Part(0, 0, 32, 32), Part(0, 32, 64, 64)))],
+        [Group(0, 101, False, (Part(0, 0, 32, 32), Part(0, 32, 64, 64), Part(0, 96, 127, 5)))],
+        [Group(0, 100, False, (Part(0, 0, 32, 32), Part(0, 33, 64, 64), Part(0, 97, 128, 4)))],
     ],
-    ids=["crosses_a_chunk", "loses_the_last_tokens", "repeats_a_token"],
+    ids=["crosses_a_chunk", "loses_the_last_tokens", "repeats_a_token", "leaves_a_gap"],
 )
-def test_planted_wrong_packs_are_refused(wrong: list[Tile]) -> None:
+def test_planted_wrong_packs_are_refused(wrong: list[Group]) -> None:
     spans = [Span(32, 100, False)]
     check_pack(spans, pack(spans))
     with pytest.raises(AssertionError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,6 +31,18 @@ class Location(NamedTuple):
     length: int
 
 
+class Priority(IntEnum):
+    """What a read is for; a lower number goes first."""
+
+    DEMAND = 0  #: an expert that the computation waits for
+    TRUNK = 1  #: the next layer's trunk: certainly needed, and known early
+    PREFETCH = 2  #: a guess
+
+
+class Cancelled(Exception):
+    """The error of a ticket whose copy was given up because nobody wants it any more."""
+
+
 class Ticket:
     """A copy under way, made of ``parts`` pieces; done when the last of them has ended."""
 
@@ -39,15 +52,18 @@ class Ticket:
         self._event = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
         self.error: BaseException | None = None
+        self.landed = 0  #: bytes of the page in the pieces that were copied
         if parts == 0:
             self._event.set()
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """One piece has ended.  Pieces still under way keep their memory busy, so a failed ticket
-        too is done only when all its pieces have ended."""
+    def finish(self, error: BaseException | None = None, landed: int = 0, parts: int = 1) -> None:
+        """``parts`` pieces have ended, with ``error`` or with ``landed`` bytes in place.  Pieces
+        still under way keep their memory busy, so a failed ticket too is done only when all its
+        pieces have ended."""
         with self._lock:
             self.error = self.error or error
-            self._left -= 1
+            self.landed += landed
+            self._left -= parts
             if self._left:
                 return
             self._event.set()
@@ -72,13 +88,22 @@ class Ticket:
                 return
         callback()
 
+    def cancel(self) -> bool:
+        """Drop the pieces that have not begun.  If there were any, the ticket ends with
+        ``Cancelled`` once the others have ended, perhaps inside this call, and the answer is True.
+        If all have begun or ended, the copy goes on and the answer is False."""
+        return False
+
+    def raise_to(self, priority: Priority) -> None:
+        """Let what has not begun go at ``priority``, if that is before its present one."""
+
 
 class Tier(Protocol):
     """A place that pages are read from."""
 
     name: str
 
-    def read(self, page: PageId, into: Buffer) -> Ticket:
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
         """Start copying ``page`` to ``into``; never blocks on the copy."""
         ...
 
@@ -92,12 +117,28 @@ class Tier(Protocol):
 
 
 class CachePolicy(Protocol):
-    """Which page leaves a full tier.  Bookkeeping only; every call O(log n) or better."""
+    """Which page leaves a full tier.  Bookkeeping only; every call O(log n) or better.
 
-    def hit(self, page: PageId) -> None: ...
+    Calls come in the order of the schedule, never of the arrivals: a page is inserted when its
+    read is started.
+    """
+
+    def hit(self, page: PageId) -> None:
+        """``page``, which was inserted, is asked for (also while it is being read)."""
+        ...
 
     def insert(self, page: PageId) -> None: ...
 
+    def forget(self, page: PageId) -> None:
+        """The read of ``page``, which was inserted, has failed or was cancelled."""
+        ...
+
     def evict(self, busy: Callable[[PageId], bool]) -> PageId:
         """Forget and return a page that is not ``busy``; there is at least one."""
+        ...
+
+    def note(
+        self, layer: int, experts: npt.NDArray[np.integer[Any]], scores: npt.NDArray[np.uint8]
+    ) -> None:
+        """News of the router: the experts that one row chose or nearly chose, and their scores."""
         ...

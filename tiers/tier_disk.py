@@ -3,32 +3,36 @@
 A page is one or more file extents.  A direct read needs offset, length and address aligned, and
 extents start anywhere, so each extent is read as the aligned window around it, and lands in the
 slot at the same distance from an aligned address (``windows``).  Tensors that must lie at a place
-of their own go through small staging buffers (``read_scatter``).  Where a file system refuses
-direct reads the file is read buffered instead, and that is said once per file system.
+of their own go through small staging buffers (``read_scatter``), but for the part of them whose
+place happens to be aligned like the file.  Reads are cut into pieces, so that an urgent one waits
+for the pieces already running at most.  Where a file system refuses direct reads the file is read
+buffered instead, and that is said once per file system.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from ..config import READ_ALIGN, align_up
 from ..errors import ReadError
-from .base import Buffer, Location, PageId, Ticket
+from .base import Buffer, Location, PageId, Priority, Ticket
+from .read_queue import Piece, ReadQueue
+from .tier_ram import HUGE, Slab
 
-STAGING = 1 << 20  #: bytes of a reader's staging buffer; larger ones were slower (see LOG.md)
-READERS = 8  #: reads in flight
+STAGING = HUGE - READ_ALIGN  #: bytes read through a staging buffer, one huge page, at once
+PIECE = 9 << 20  #: most bytes of a page that are read at once
+READERS = 8  #: reads in flight on each drive (files of one ``st_dev``)
+IN_FLIGHT = READERS * PIECE  #: most bytes in flight on each drive; fewer were slower (see LOG.md)
+DIRECT_PART = 64 << 10  #: a shorter part of a scattered read is not worth a read of its own
 MAX_OPEN = 64  #: file handles kept open
 RETRIES = 3
 
@@ -43,8 +47,13 @@ def windows(extents: Sequence[Location]) -> tuple[list[int], int]:
     for extent in extents:
         skew = extent.offset % READ_ALIGN
         starts.append(end + skew)
-        end += align_up(skew + extent.length, READ_ALIGN)
+        end += _window(extent)
     return starts, end
+
+
+def _window(extent: Location) -> int:
+    """Bytes of the aligned window around ``extent``."""
+    return align_up(extent.offset % READ_ALIGN + extent.length, READ_ALIGN)
 
 
 @dataclass
@@ -59,7 +68,11 @@ class DiskCounts:
 
 
 class DiskTier:
-    """Reads of model files.  ``locate(page)`` gives a page's extents."""
+    """Reads of model files.  ``locate(page)`` gives a page's extents.
+
+    Each drive has ``readers`` threads of its own, with ``in_flight`` bytes under way at most (at
+    least one piece).  Pages are cut into equal pieces of ``piece`` bytes or less.
+    """
 
     name = "disk"
 
@@ -69,11 +82,16 @@ class DiskTier:
         locate: Callable[[PageId], Sequence[Location]],
         warn: Callable[[str], None] = lambda text: None,
         readers: int = READERS,
+        in_flight: int = IN_FLIGHT,
+        piece: int = PIECE,
     ) -> None:
+        assert piece % READ_ALIGN == 0
         self._files = [os.fspath(f) for f in files]
         self._locate = locate
         self._warn = warn
-        self._pool = ThreadPoolExecutor(readers, "k3-read")
+        self._piece = piece
+        self._queue = ReadQueue(readers, in_flight)
+        self._drives: dict[int, int] = {}  # file -> its drive
         self._local = threading.local()
         self._handles: OrderedDict[int, list[int]] = OrderedDict()  # file -> [fd, users, direct]
         self._lock = threading.Lock()
@@ -88,29 +106,45 @@ class DiskTier:
     def size(self, page: PageId) -> int:
         return sum(extent.length for extent in self._locate(page))
 
-    def read(self, page: PageId, into: Buffer) -> Ticket:
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
         """Start reading ``page`` into the slot ``into`` (aligned; laid out by ``windows``)."""
         extents = self._locate(page)
         starts, size = windows(extents)
         assert into.size >= size
         assert into.ctypes.data % READ_ALIGN == 0
-        ticket = Ticket(len(extents))
+        pieces = []
         for extent, start in zip(extents, starts, strict=True):
-            skew = extent.offset % READ_ALIGN
-            window = into[start - skew : start - skew + align_up(skew + extent.length, READ_ALIGN)]
-            self._submit(ticket, self._read_window, extent, window)
-        return ticket
+            pieces += self._direct(extent, into[start - extent.offset % READ_ALIGN :])
+        return self._queue.submit(pieces, priority)
 
-    def read_scatter(self, pieces: Sequence[tuple[Location, Buffer]]) -> Ticket:
-        """Start reading each location into its own buffer, wherever that lies in memory."""
-        tasks = _group(pieces)
-        ticket = Ticket(len(tasks))
-        for extent, targets in tasks:
-            self._submit(ticket, self._read_staged, extent, targets)
-        return ticket
+    def read_scatter(
+        self, pieces: Sequence[tuple[Location, Buffer]], priority: Priority = Priority.DEMAND
+    ) -> Ticket:
+        """Start reading each location into its own buffer, wherever that lies in memory.
+
+        The whole blocks of a buffer whose address is as far from an aligned one as its offset in
+        the file land there directly; all else is copied from a staging buffer.
+        """
+        staged: list[tuple[Location, Buffer]] = []
+        tasks: list[tuple[Location, list[Piece]]] = []
+        for location, target in pieces:
+            assert target.size == location.length
+            begin, end = _whole_blocks(location, target)
+            blocks = Location(location.file, location.offset + begin, end - begin)
+            if blocks.length:
+                tasks.append((blocks, self._direct(blocks, target[begin:end])))
+            for i, j in ((0, begin), (end, location.length)):
+                part = Location(location.file, location.offset + i, j - i)
+                staged.append((part, target[i:j]))
+        for extent, targets in _group(staged):
+            window = _window(extent)
+            tasks.append((extent, [self._planned(extent, window, self._read_staged, targets)]))
+        tasks.sort(key=lambda task: task[0])
+        return self._queue.submit([piece for _, several in tasks for piece in several], priority)
 
     def close(self) -> None:
-        self._pool.shutdown()
+        """Give up the reads that have not begun, wait for the others, close the files."""
+        self._queue.close()
         with self._lock:
             for fd, _, _ in self._handles.values():
                 os.close(fd)
@@ -118,24 +152,33 @@ class DiskTier:
 
     # ---- one read ----
 
-    def _submit(self, ticket: Ticket, task: Callable[..., None], *args: Any) -> None:
-        def run() -> None:
-            try:
-                task(*args)
-            except BaseException as error:
-                ticket.finish(error)
-            else:
-                ticket.finish()
+    def _direct(self, extent: Location, into: Buffer) -> list[Piece]:
+        """Reads of ``extent`` whose windows fill ``into`` from its (aligned) begin."""
+        pieces, at = [], 0
+        for part in _cut(extent, self._piece):
+            window = into[at : at + _window(part)]
+            pieces.append(self._planned(part, window.size, self._read_window, window))
+            at += window.size
+        return pieces
 
-        self._pool.submit(run)
+    def _planned(
+        self, extent: Location, size: int, read: Callable[[Location, Any], None], into: Any
+    ) -> Piece:
+        drive = self._drives.get(extent.file)
+        if drive is None:
+            try:
+                drive = os.stat(self._files[extent.file]).st_dev
+            except OSError:  # the read itself will say what is wrong with the file
+                return Piece(None, size, extent.length, partial(read, extent, into))
+            self._drives[extent.file] = drive
+        return Piece(drive, size, extent.length, partial(read, extent, into))
 
     def _read_staged(self, extent: Location, targets: list[tuple[int, Buffer]]) -> None:
         staging = getattr(self._local, "staging", None)
         if staging is None:
-            memory = mmap.mmap(-1, STAGING + READ_ALIGN)
-            staging = self._local.staging = np.frombuffer(memory, dtype=np.uint8)
+            staging = self._local.staging = Slab(HUGE).bytes
         skew = extent.offset % READ_ALIGN
-        self._read_window(extent, staging[: align_up(skew + extent.length, READ_ALIGN)])
+        self._read_window(extent, staging[: _window(extent)])
         for delta, target in targets:
             target[:] = staging[skew + delta : skew + delta + target.size]
 
@@ -259,7 +302,6 @@ def _group(
     """Cut and join ``pieces`` into reads of at most ``STAGING`` bytes, in file order."""
     cut: list[tuple[Location, Buffer]] = []
     for location, target in pieces:
-        assert target.size == location.length
         for at in range(0, location.length, STAGING):
             n = min(STAGING, location.length - at)
             cut.append((Location(location.file, location.offset + at, n), target[at : at + n]))
@@ -277,3 +319,24 @@ def _group(
                 continue
         tasks.append((location, [(0, target)]))
     return tasks
+
+
+def _cut(extent: Location, most: int) -> Iterator[Location]:
+    """``extent`` in parts about as long as one another, whose aligned windows follow one another
+    and have ``most`` bytes or less."""
+    size = _window(extent)
+    step = align_up(-(-size // max(1, -(-size // most))), READ_ALIGN)
+    at, end = extent.offset, extent.offset + extent.length
+    while at < end:
+        stop = min(end, at - at % READ_ALIGN + step)
+        yield Location(extent.file, at, stop - at)
+        at = stop
+
+
+def _whole_blocks(location: Location, target: Buffer) -> tuple[int, int]:
+    """The part of ``location`` that can be read straight into ``target``; empty at its begin if
+    the two are not aligned alike or it is too short."""
+    begin = -location.offset % READ_ALIGN
+    end = location.length - (location.offset + location.length) % READ_ALIGN
+    alike = (target.ctypes.data - location.offset) % READ_ALIGN == 0
+    return (begin, end) if alike and end - begin >= DIRECT_PART else (0, 0)

@@ -7,6 +7,7 @@ not an hour later, and the peak of a run is the plan that was printed.
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import numpy as np
 
@@ -14,25 +15,36 @@ from ..errors import DoesNotFit
 from .base import Buffer
 
 _PIECE = 64 << 20
+HUGE = 2 << 20  #: bytes of a huge page
 
 
 class Slab:
-    """``size`` bytes of page-aligned anonymous memory; ``claim`` touches every page of it."""
+    """``size`` bytes of page-aligned anonymous memory; ``claim`` touches every page of it.
+
+    What there is of whole huge pages is asked for as such: direct reads into them were 1.4 times
+    as fast (see LOG.md), because the drive is handed fewer and longer runs of memory.
+    """
 
     def __init__(self, size: int, claim: bool = True) -> None:
         self.size = size
-        length = max(size, mmap.PAGESIZE)
+        room = HUGE - mmap.PAGESIZE if size >= HUGE else 0  # to begin at a huge page; not touched
         try:
-            self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = mmap.mmap(
+                -1, max(size, 1) + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
         except OSError as error:
             raise DoesNotFit(
-                f"The system refused {length:,} bytes of memory ({error}).",
+                f"The system refused {size:,} bytes of memory ({error}).",
                 "Lower --ram, or lift the limit on this process's address space.",
-                missing=length,
+                missing=size,
             ) from error
-        self.bytes: Buffer = np.frombuffer(self._map, dtype=np.uint8)[:size]
-        if claim and size >= _PIECE and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        every: Buffer = np.frombuffer(self._map, dtype=np.uint8)
+        begin = -every.ctypes.data % HUGE if room else 0
+        self.bytes = every[begin : begin + size]
+        whole = size - size % HUGE
+        if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                self._map.madvise(mmap.MADV_HUGEPAGE, begin, whole)
         if claim:
             for begin in range(0, size, _PIECE):
                 self.bytes[begin : begin + _PIECE : mmap.PAGESIZE] = 0

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from k3offload.config import READ_ALIGN, align_up
-from k3offload.tiers.base import Buffer, PageId, Ticket
+from k3offload.tiers.base import Buffer, Cancelled, PageId, Priority, Ticket
 from tests.helpers_tiers import CANARY, MAKERS, TierCase, aligned
 
 GUARD = READ_ALIGN
@@ -24,17 +24,17 @@ class Slot:
     """A slot between two guards of canary bytes; itself filled with canary bytes too."""
 
     def __init__(self, case: TierCase, page: PageId) -> None:
-        self._case, self._page = case, page
+        self._case, self.page = case, page
         spread = case.spread(page)
         self._memory = aligned(GUARD + align_up(spread, READ_ALIGN) + GUARD)
         self.into = self._memory[GUARD : GUARD + align_up(spread, READ_ALIGN)]
 
     def check(self) -> None:
         """The page's bytes are there, and no byte outside of its spread was touched."""
-        for start, content in self._case.pages[self._page]:
+        for start, content in self._case.pages[self.page]:
             assert self.into[start : start + len(content)].tobytes() == content
         assert (self._memory[:GUARD] == CANARY).all()
-        behind = self._memory[GUARD + self._case.spread(self._page) :]
+        behind = self._memory[GUARD + self._case.spread(self.page) :]
         assert (behind == CANARY).all()
 
 
@@ -143,6 +143,45 @@ def check_errors_reach_all(case: TierCase) -> None:
     slot.check()
 
 
+def check_priorities(case: TierCase) -> None:
+    """Priorities change the order of reads, never their bytes."""
+    case.hold()
+    slots = [(page, Slot(case, page)) for page in list(case.pages) * 3]
+    tickets = [
+        case.tier.read(page, slot.into, list(Priority)[i % 3])
+        for i, (page, slot) in enumerate(slots)
+    ]
+    for ticket in tickets[::2]:
+        ticket.raise_to(Priority.DEMAND)
+    case.go()
+    assert all(end_of(ticket) is None for ticket in tickets)
+    for _, slot in slots:
+        slot.check()
+
+
+def check_cancel(case: TierCase) -> None:
+    """What was cancelled ends so, and only then its memory is its owner's again; what could not
+    be cancelled ends well."""
+    case.hold()
+    slots = [Slot(case, page) for page in list(case.pages) * 5]
+    tickets = [case.tier.read(slot.page, slot.into, Priority.PREFETCH) for slot in slots]
+    cancelled = [ticket.cancel() for ticket in tickets]
+    assert any(cancelled), "not even those far back in the queue"
+    mine = [slot for slot, ticket in zip(slots, tickets, strict=True) if ticket.done()]
+    for slot in mine:
+        slot.into[:] = CANARY
+    case.go()
+    for slot, ticket, was in zip(slots, tickets, cancelled, strict=True):
+        error = end_of(ticket)
+        assert isinstance(error, Cancelled) if was else error is None
+        assert not ticket.cancel() and ticket.error is error, "cancelled after its end"
+        if not was:
+            slot.check()
+    for slot in slots:  # behind anything that may still be on its way
+        assert end_of(case.tier.read(slot.page, Slot(case, slot.page).into)) is None
+    assert all((slot.into == CANARY).all() for slot in mine)
+
+
 def check_size_and_order(case: TierCase) -> None:
     """Sizes are useful bytes; the sort keys of all pages compare."""
     for page, parts in case.pages.items():
@@ -157,6 +196,8 @@ CHECKS = [
     check_done_means_there,
     check_never_blocks,
     check_errors_reach_all,
+    check_priorities,
+    check_cancel,
     check_size_and_order,
 ]
 Check = Callable[[TierCase], None]
@@ -195,8 +236,8 @@ class _Wrong:
     def __init__(self, case: TierCase) -> None:
         self.case, self.right = case, case.tier
 
-    def read(self, page: PageId, into: Buffer) -> Ticket:
-        return self.right.read(page, into)
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
+        return self.right.read(page, into, priority)
 
     def order(self, page: PageId) -> object:
         return self.right.order(page)
@@ -206,17 +247,17 @@ class _Wrong:
 
 
 class OneByteTooMany(_Wrong):
-    def read(self, page: PageId, into: Buffer) -> Ticket:
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
         end = self.case.spread(page)
         memory = into.base if end == into.size else into
         assert memory is not None
         memory[(GUARD if end == into.size else 0) + end] = 0
-        return super().read(page, into)
+        return super().read(page, into, priority)
 
 
 class OneByteOff(_Wrong):
-    def read(self, page: PageId, into: Buffer) -> Ticket:
-        ticket, outer = super().read(page, into), Ticket(1)
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
+        ticket, outer = super().read(page, into, priority), Ticket(1)
 
         def shift() -> None:
             into[1:] = into[:-1].copy()
@@ -227,16 +268,16 @@ class OneByteOff(_Wrong):
 
 
 class DoneTooSoon(_Wrong):
-    def read(self, page: PageId, into: Buffer) -> Ticket:
-        super().read(page, into)
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
+        super().read(page, into, priority)
         return Ticket(0)
 
 
 class DoneBeforeTheEnd(_Wrong):
     """The ticket ends with the page, whose last byte is then put there by somebody else."""
 
-    def read(self, page: PageId, into: Buffer) -> Ticket:
-        ticket, outer = super().read(page, into), Ticket(1)
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
+        ticket, outer = super().read(page, into, priority), Ticket(1)
         start, content = self.case.pages[page][-1]
         last = start + len(content) - 1
 
@@ -250,8 +291,8 @@ class DoneBeforeTheEnd(_Wrong):
 
 
 class SwallowsErrors(_Wrong):
-    def read(self, page: PageId, into: Buffer) -> Ticket:
-        ticket, outer = super().read(page, into), Ticket(1)
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
+        ticket, outer = super().read(page, into, priority), Ticket(1)
         ticket.then(outer.finish)
         return outer
 
@@ -259,15 +300,15 @@ class SwallowsErrors(_Wrong):
 class ForgetsFailures(_Wrong):
     """A failed read never ends its ticket."""
 
-    def read(self, page: PageId, into: Buffer) -> Ticket:
-        ticket, outer = super().read(page, into), Ticket(1)
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
+        ticket, outer = super().read(page, into, priority), Ticket(1)
         ticket.then(lambda: outer.finish() if ticket.error is None else None)
         return outer
 
 
 class Waits(_Wrong):
-    def read(self, page: PageId, into: Buffer) -> Ticket:
-        ticket = super().read(page, into)
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
+        ticket = super().read(page, into, priority)
         ended = threading.Event()
         ticket.then(ended.set)
         ended.wait(PATIENCE)
@@ -279,6 +320,43 @@ class CountsPadding(_Wrong):
         return align_up(self.right.size(page), READ_ALIGN)
 
 
+class CancelsInWords(_Wrong):
+    """Says so, and lets the read end well."""
+
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
+        ticket = super().read(page, into, priority)
+        ticket.cancel = lambda: not ticket.done()  # type: ignore[method-assign]
+        return ticket
+
+
+class CancelsTooSoon(_Wrong):
+    """Ends the ticket at once, while the copy goes on."""
+
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
+        ticket, outer = super().read(page, into, priority), Ticket(2)
+
+        def cancel() -> bool:
+            if outer.done():
+                return False
+            outer.finish(Cancelled(), parts=2)
+            return True
+
+        def end() -> None:
+            if not outer.done():
+                outer.finish(ticket.error, parts=2)
+
+        ticket.then(end)
+        outer.cancel = cancel  # type: ignore[method-assign]
+        return outer
+
+
+class NeverCancels(_Wrong):
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
+        ticket, outer = super().read(page, into, priority), Ticket(1)
+        ticket.then(lambda: outer.finish(ticket.error))
+        return outer
+
+
 PLANTED: list[tuple[type[_Wrong], Check]] = [
     (OneByteTooMany, check_bytes),
     (OneByteOff, check_bytes),
@@ -288,6 +366,10 @@ PLANTED: list[tuple[type[_Wrong], Check]] = [
     (SwallowsErrors, check_errors_reach_all),
     (ForgetsFailures, check_errors_reach_all),
     (Waits, check_never_blocks),
+    (OneByteOff, check_priorities),
+    (CancelsInWords, check_cancel),
+    (CancelsTooSoon, check_cancel),
+    (NeverCancels, check_cancel),
     (CountsPadding, check_size_and_order),
 ]
 

@@ -1,0 +1,139 @@
+"""Memory that operators take beside their results, by what computes them.
+
+The torch kernels keep decoded tiles of weights and float32 copies; the native ones keep packed
+activations and intermediates in buffers that stay (``kernels/native/linear_rows.cpp`` and
+``linear_tiles.cpp`` say how they are cut).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .config import (
+    CALL_ROWS,
+    GROUP_ROWS,
+    HEAD_GROUP,
+    LATENT_BLOCK,
+    ROW_TILE,
+    SUB_BLOCK,
+    align_up,
+    tile_rows,
+)
+from .spec import ModelSpec, TensorSpec
+
+KERNEL_CODE = 350_000  #: bytes the matrix library keeps for each shape of a bfloat16 product,
+#: and as much again for large ones
+ITEM = {"bfloat16": 2, "float32": 4}
+X_ROWS = 32  #: rows that the native row kernels widen at a time
+PANEL_ROWS = 16  #: rows that the matrix unit takes at a time
+ROWS_BYTES, TILES_BYTES = 16 << 20, 32 << 20  #: native intermediates of experts at a time
+THREAD_BYTES = 7 << 19  #: results and packed weights of a native thread
+
+
+class Backend(NamedTuple):
+    """Which kernels compute: the native ones, and their matrix unit for rows of prompts."""
+
+    native: bool = True
+    matrix_unit: bool = False
+
+
+def thread_bytes(spec: ModelSpec, dtype: str, threads: int, backend: Backend) -> int:
+    """Scratch of the compute threads and code that the matrix library makes for each shape."""
+    heads = _attend_bytes(spec, threads)
+    if backend.native:
+        up = HEAD_GROUP * (spec.mla.nope + spec.mla.v) * spec.mla.kv_lora
+        code = KERNEL_CODE * (1 + min(1, up / 2**19)) if dtype == "bfloat16" else 0
+        return heads + threads * THREAD_BYTES + int(code)
+    return heads + _torch_tiles(spec, dtype, threads)
+
+
+def _torch_tiles(spec: ModelSpec, dtype: str, threads: int) -> int:
+    coded, tiles, narrow, wide = 0, 1, {(0, 0)}, {(0, 0)}
+    for tensor in [*spec.global_tensors(), *_one_of_each(spec)]:
+        if len(tensor.shape) != 2 or tensor.shape[0] == 1:
+            continue
+        packed = "packed" in tensor.name
+        n, k = tensor.shape[0], tensor.shape[1] * (2 if packed else 1)
+        step = tile_rows(n, k)
+        tiles = max(tiles, -(-n // step))
+        always_float32 = tensor.name.endswith((".gate.weight", "lm_head.weight"))
+        shapes = wide if always_float32 or dtype == "float32" else narrow
+        shapes |= {(step, k), (n % step, k)}
+        if packed:
+            coded = max(coded, int(step * k * (0.5 + 1 + 2)))  # packed, index, bfloat16
+        elif ".experts." in tensor.name:
+            coded = max(coded, step * k * ITEM[dtype])  # copied to an aligned place
+    float_tile = max(n * k for n, k in wide) * 4
+    code = sum(KERNEL_CODE * (1 + min(1, n * k / 2**19)) for n, k in narrow if n)
+    return min(threads, tiles) * (float_tile + coded) + int(code)
+
+
+def _attend_bytes(spec: ModelSpec, threads: int) -> int:
+    """What the compute threads hold while each attends with a group of heads, float32."""
+    m, kda = spec.mla, spec.kda
+    groups = -(-m.heads // HEAD_GROUP)
+    block = HEAD_GROUP * LATENT_BLOCK * (2 * (m.nope + m.v) + m.nope + m.rope + 2 * ROW_TILE) * 4
+    rows = ROW_TILE * (18 * kda.head_dim + 4 * ROW_TILE) * 4  # sums in float64 count twice
+    chunk = HEAD_GROUP * (rows + SUB_BLOCK**2 * kda.head_dim * 16)
+    return min(threads, groups) * max(block, chunk)
+
+
+def _one_of_each(spec: ModelSpec) -> list[TensorSpec]:
+    """The trunk of one layer of each kind, and one routed expert."""
+    kinds = {(la.attention, la.ffn): la.index for la in spec.layers}
+    tensors = [t for layer in kinds.values() for t in spec.layer_tensors(layer)]
+    return tensors + (spec.expert_tensors(spec.moe_layers[0], 0) if spec.moe_layers else [])
+
+
+class Mlp(NamedTuple):
+    """A feed-forward part: widths, rows of one call, and rows of what it is called with."""
+
+    width: int
+    inner: int
+    rows: int
+    given: int
+
+
+def mlps(spec: ModelSpec, rows: int) -> list[Mlp]:
+    """The feed-forward parts in a sweep of ``rows`` rows."""
+    group, m = min(rows, GROUP_ROWS), spec.moe
+    parts = [Mlp(spec.hidden, spec.dense_width, group, group)]
+    if m is not None:
+        parts.append(Mlp(spec.hidden, m.shared_width, group, group))
+        parts.append(Mlp(m.io, m.width, min(rows * m.top_k, CALL_ROWS), rows))
+    return parts
+
+
+def kept_buffers(spec: ModelSpec, dtype: str, rows: int, decoding: int, backend: Backend) -> int:
+    """Bytes of the native kernels' buffers that all threads share, in a sweep of ``rows`` rows,
+    ``decoding`` of which are decode rows at most."""
+    if not backend.native:
+        return 0
+    a, parts = ITEM[dtype], mlps(spec, rows)
+    widest = max(spec.hidden, spec.kda.width, spec.mla.heads * spec.mla.v)
+    by_tiles = backend.matrix_unit and dtype == "bfloat16"
+    one_by_one = min(rows, decoding) if by_tiles else rows
+    x = min(X_ROWS, one_by_one) * widest * 4
+    middle = rounded = 0
+    for part in parts:
+        taken = min(part.rows, one_by_one * (part.rows // max(1, part.given) or 1))
+        most = max(X_ROWS, ROWS_BYTES // (4 * max(1, part.inner)))
+        x = max(x, min(part.given, one_by_one) * part.width * 4)
+        middle = max(middle, min(taken, most) * part.inner * 4)
+        rounded = max(rounded, min(taken, most) * part.inner * a)
+    if by_tiles:
+        x = max(x, align_up(min(rows, GROUP_ROWS), PANEL_ROWS) * widest * 2)
+        for part in parts:
+            whole = align_up(part.rows, PANEL_ROWS) * (part.width + part.inner) * 2
+            split = min(part.rows * PANEL_ROWS * (part.width + part.inner) * 2, TILES_BYTES)
+            x = max(x, whole if part.rows == part.given else max(whole, split))
+    return x + middle + rounded
+
+
+def glu_bytes(dtype: str, backend: Backend) -> tuple[int, int]:
+    """Bytes for each number of a feed-forward part's inner width: of all rows, and of a tile."""
+    if backend.native:
+        return 0, 0
+    a = ITEM[dtype]
+    # gate, up and result; float32 copies of two, and four float32 results in the activation
+    return 3 * a, (8 if a < 4 else 0) + 16

@@ -1,0 +1,87 @@
+"""The command ``damage``: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .cli_options import AsJson, Cache, Dtype, Model, Ram, Threads, at_least_one
+from .config import show_size
+from .errors import UsageError
+from .progress import Progress, loading_libraries, write_out
+
+if TYPE_CHECKING:
+    from .damage import Damage
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(damage)
+
+
+def damage(
+    model: Model,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text; the embedded model's held-out text if unset.")
+    ] = None,
+    trunk: Annotated[
+        list[str] | None, typer.Option(help="A precision to measure; repeatable; all if unset.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Most tokens of the text.")] = 4096,
+    ram: Ram = None,
+    cache: Cache = None,
+    dtype: Dtype = "bfloat16",
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what a smaller trunk precision does to the answers of MODEL."""
+    at_least_one(("--tokens", tokens))
+    words = None if text is None else _read(text)
+    with Progress() as progress:
+        with loading_libraries(progress):
+            from .damage import LOSSY
+            from .damage import damage as measure
+            from .options import Watch
+        watch = Watch(warn=lambda line: progress.say(f"warning: {line}"))
+        found = measure(
+            model,
+            trunk or LOSSY,
+            text=words,
+            tokens=tokens,
+            show=progress.show,
+            ram=ram,
+            cache=cache,
+            dtype=dtype,
+            threads=threads,
+            watch=watch,
+        )
+    write_out(json.dumps([one.to_dict() for one in found]) if as_json else render(found))
+
+
+def render(found: list[Damage]) -> str:
+    """A table, and what its columns are."""
+    lines = [
+        f"{found[0].tokens:,} tokens, each precision against the trunk as shipped",
+        f"{'trunk':10}{'bytes':>10}{'KL mean':>10}{'KL 99 %':>10}{'same best':>11}{'nats':>9}",
+    ]
+    lines += [
+        f"{one.precision:10}{show_size(one.trunk_bytes):>10}{one.kl_mean:10.5f}"
+        f"{one.kl_p99:10.4f}{one.top1:11.2%}{one.nats:9.4f}"
+        for one in found
+    ]
+    lines.append("KL in nats of the next token; same best: share of tokens with the same likeliest")
+    lines.append("next token; nats: a token of the text (its loss)")
+    return "\n".join(lines)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path} is not UTF-8: byte {error.start} cannot be read.",
+            "Convert it first (iconv -t UTF-8).",
+        ) from error

@@ -1,0 +1,76 @@
+"""Options that several commands share, and what they mean."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import typer
+
+from .errors import UsageError
+
+Model = Annotated[str, typer.Argument(help="Folder, hub id in the local cache, or 'nano'.")]
+Ram = Annotated[
+    str | None,
+    typer.Option(envvar="K3_RAM", help="Memory of the whole process, like 16G or 16GiB."),
+]
+Cache = Annotated[
+    str | None, typer.Option(envvar="K3_CACHE", help="Most of it that may hold routed experts.")
+]
+Dtype = Annotated[
+    str, typer.Option(envvar="K3_DTYPE", help="Of the activations: bfloat16 or float32.")
+]
+Trunk = Annotated[
+    str | None,
+    typer.Option(envvar="K3_TRUNK", help="Of the trunk: bfloat16 as shipped; int8, mxfp4: lossy."),
+]
+Threads = Annotated[
+    int | None, typer.Option(envvar="K3_THREADS", help="Compute threads; all processors if unset.")
+]
+Kernel = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OP=BACKEND", help="Implementation of an operator; repeatable."),
+]
+Isa = Annotated[
+    str | None,
+    typer.Option(envvar="K3_ISA", help="Instruction set of the native kernels; the best if unset."),
+]
+Policy = Annotated[
+    str | None, typer.Option(envvar="K3_POLICY", help="Which expert leaves a full cache.")
+]
+Predict = Annotated[
+    str | None, typer.Option(envvar="K3_PREDICT", help="Which experts are read ahead.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+class How(NamedTuple):
+    """The options of loading a model, as they were typed."""
+
+    ram: str | None
+    cache: str | None
+    dtype: str
+    trunk: str | None
+    sweep: int
+    threads: int | None
+    kernel: list[str] | None
+    isa: str | None
+    policy: str | None
+    predict: str | None
+
+
+def kernels_of(given: list[str] | None) -> dict[str, str]:
+    """``["linear=reference"]`` -> ``{"linear": "reference"}``."""
+    wanted = {}
+    for text in given or ():
+        op, equals, backend = text.partition("=")
+        if not (op and equals and backend):
+            raise UsageError(f"--kernel {text!r} names no implementation.", "Write OP=BACKEND.")
+        wanted[op] = backend
+    return wanted
+
+
+def at_least_one(*given: tuple[str, int | None]) -> None:
+    """Raise ``UsageError`` for a number below 1."""
+    for name, value in given:
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}.", "It must be at least 1.")

@@ -1,0 +1,243 @@
+"""The commands ``plan`` and ``doctor``: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .cli_options import AsJson, Cache, Dtype, Ram, Threads, Trunk, at_least_one
+from .config import parse_size
+from .errors import UsageError
+from .find import find_model
+from .machine import default_threads, read_machine
+from .progress import Progress, loading_libraries, write_out
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+    from .doctor_system import Fact
+    from .plan_report import Ask, Model
+    from .rates import Rates
+    from .spec import ModelSpec
+
+_COUNTS = ("context", "sessions", "sweep", "threads")
+USUAL_CONTEXT = 4096
+_ORIGINS = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable", "DEFAULT": "default"}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command("plan")(plan)
+    app.command("doctor")(doctor)
+
+
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, hub id in the local cache, or 'nano'.")
+    ] = None,
+    config_only: Annotated[
+        Path | None,
+        typer.Option(help="A config.json (or its folder) instead; 'released' is the full model."),
+    ] = None,
+    ram: Ram = None,
+    cache: Cache = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a session; 4,096 if unset.")
+    ] = None,
+    sessions: Annotated[int, typer.Option(help="Sessions at a time.")] = 1,
+    sweep: Annotated[int, typer.Option(help="Most prompt tokens in one pass.")] = 512,
+    dtype: Dtype = "bfloat16",
+    trunk: Trunk = None,
+    threads: Threads = None,
+    disk_gbps: Annotated[float | None, typer.Option(help="Reads from disk, GB/s.")] = None,
+    ram_gbps: Annotated[float | None, typer.Option(help="Reads from memory, GB/s.")] = None,
+    gmacs: Annotated[
+        float | None, typer.Option(help="Large bfloat16 products, 1e9 multiply-adds a second.")
+    ] = None,
+    hit_rate: Annotated[
+        float | None, typer.Option(help="Of decode requests by experts in RAM, 0 to 1.")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine first.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a model needs and how fast it will be, before anything is loaded."""
+    from .plan_report import render, report
+
+    name, source, layout = _layout(model, config_only)
+    ask = _ask(
+        layout,
+        ram=ram,
+        cache=cache,
+        context=context,
+        sessions=sessions,
+        sweep=sweep,
+        dtype=dtype,
+        trunk=trunk,
+        threads=threads,
+        hit_rate=hit_rate,
+    )
+    given = {"--disk-gbps": disk_gbps, "--ram-gbps": ram_gbps, "--gmacs": gmacs}
+    for option, value in given.items():
+        if value is not None and not 0 < value < 1e9:
+            raise UsageError(f"{option} is {value}.", "It must be more than 0.")
+    rates = _rates(layout, ask, measure, disk_gbps, ram_gbps, gmacs)
+    made = report(name, layout, source, ask, rates)
+    write_out(json.dumps(made.to_dict()) if as_json else render(made))
+
+
+def _layout(model: str | None, config_only: Path | None) -> tuple[str, str, Model]:
+    from .checkpoint import Checkpoint
+    from .paths import show_path
+    from .plan_report import SpecLayout, spec_of
+
+    if (model is None) == (config_only is None):
+        raise UsageError(
+            "plan wants a model or --config-only." if model is None
+            else "plan wants a model or --config-only, not both.",
+            "Give a model folder, or --config-only with a config.json.",
+        )  # fmt: skip
+    if config_only is not None:
+        return show_path(config_only), "its config.json alone", SpecLayout(spec_of(config_only))
+    assert model is not None
+    folder = find_model(model)
+    return show_path(folder), "its headers", Checkpoint.open(folder)
+
+
+def _ask(layout: Model, **given: Any) -> Ask:
+    """The options, checked; raises ``UsageError``."""
+    from .options import DTYPES
+    from .plan_report import Ask
+    from .precision import choose_precision, stored_precision
+
+    spec = layout.spec
+    if given["context"] is None:
+        given["context"] = min(USUAL_CONTEXT, spec.context)
+    at_least_one(*((f"--{name}", given[name]) for name in _COUNTS))
+    if given["context"] > spec.context:
+        raise UsageError(
+            f"--context {given['context']:,} is more than the model's {spec.context:,}.",
+            "Give fewer tokens.",
+        )
+    if given["dtype"] not in DTYPES:
+        raise UsageError(f"--dtype {given['dtype']!r} is not known.", f"Use {' or '.join(DTYPES)}.")
+    rate = given["hit_rate"]
+    if rate is not None and not 0 <= rate <= 1:
+        raise UsageError(f"--hit-rate is {rate}.", "It must be from 0 to 1.")
+    stored = stored_precision(t.name for la in spec.layers for t in layout.trunk(la.index))
+    trunk = choose_precision(given.pop("trunk"), stored)
+    ram, cache, threads = (given.pop(name) for name in ("ram", "cache", "threads"))
+    return Ask(
+        ram=int(read_machine().ceiling * 0.9) if ram is None else parse_size(ram),
+        cache=None if cache is None else parse_size(cache),
+        threads=default_threads() if threads is None else threads,
+        trunk=trunk,
+        packed=stored != "bfloat16",
+        **given,
+    )
+
+
+def _rates(
+    layout: Model,
+    ask: Ask,
+    measured: bool,
+    disk: float | None,
+    ram: float | None,
+    gmacs: float | None,
+) -> Rates:
+    """Measured rates where asked for; what is given by hand always wins."""
+    from .checkpoint import Checkpoint
+    from .rates import assumed, scaled
+
+    given = [None if value is None else value * 1e9 for value in (disk, ram, gmacs)]
+    if not measured:
+        return assumed(given[0], given[1], given[2], ask.dtype)
+    with Progress() as progress:
+        with loading_libraries(progress):
+            from .bench_read import read_rate
+            from .measure import measure
+        speed = None
+        if isinstance(layout, Checkpoint) and disk is None:
+            progress.show("measuring reads of the model")
+            speed = read_rate(layout).rate
+        progress.show("measuring memory and kernels")
+        found = measure(layout.spec, ask.threads, ask.dtype, speed).rates
+    now = (found.disk, found.ram, found.macs["bfloat16"])
+    factors = [1.0 if g is None else g / have for g, have in zip(given, now, strict=True)]
+    return scaled(found, disk=factors[0], ram=factors[1], macs=factors[2])
+
+
+def doctor(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(help="Also measure its reads and see whether it fits.")
+    ] = None,
+    ram: Ram = None,
+    cache: Cache = None,
+    dtype: Dtype = "bfloat16",
+    trunk: Trunk = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine; every fact has a verdict, and a remedy where it is not good."""
+    from . import doctor as found
+    from .checkpoint import Checkpoint
+    from .plan_report import RELEASED, SpecLayout, spec_of
+
+    checkpoint = None if model is None else Checkpoint.open(find_model(model))
+    layout = SpecLayout(spec_of(Path(RELEASED))) if checkpoint is None else checkpoint
+    given = {"ram": ram, "cache": cache, "dtype": dtype, "trunk": trunk, "threads": threads}
+    rest = {"context": None, "sessions": 1, "sweep": 512, "hit_rate": None}
+    ask = _ask(layout, **given, **rest)
+    origins = _origins(context, given, ask)
+    for name in ("ram", "cache", "trunk"):
+        if checkpoint is None and origins[name][1] == "flag":
+            raise UsageError(f"--{name} is about a model.", "Name one, or leave it out.")
+    facts = found.system_facts(origins)
+    with Progress() as progress:
+        facts += _measured_facts(layout.spec, ask, progress)
+        if checkpoint is not None:
+            progress.show("measuring reads of the model")
+            facts += _model_facts(checkpoint, ask)
+    write_out(json.dumps(found.to_dict(facts)) if as_json else found.render(facts))
+    if not found.fine(facts):
+        raise typer.Exit(1)
+
+
+def _origins(context: typer.Context, given: dict[str, Any], ask: Ask) -> dict[str, tuple[Any, str]]:
+    """Each setting in force and where it comes from."""
+    origins = {}
+    for name in given:
+        source = context.get_parameter_source(name)
+        kind = _ORIGINS[source.name] if source else "default"
+        value = getattr(ask, name)
+        origins[name] = ("none" if value is None else value, kind)
+    for variable in ("K3_MODEL_FOLDERS", "HF_HUB_CACHE", "HF_HOME"):
+        if variable in os.environ:
+            origins[variable] = (os.environ[variable], "variable")
+    return origins
+
+
+def _measured_facts(spec: ModelSpec, ask: Ask, progress: Progress) -> list[Fact]:
+    from .doctor import kernel_fact, speed_facts
+
+    with loading_libraries(progress):
+        from .kernels import native
+        from .measure import measure
+    progress.show("measuring memory and kernels")
+    m = measure(spec, ask.threads, ask.dtype)
+    return [
+        kernel_fact(native.isas(), m.isa, m.why, m.chosen),
+        *speed_facts(m.memory.threads, m.memory.copy, m.products, m.rates, m.isa is not None),
+    ]
+
+
+def _model_facts(checkpoint: Checkpoint, ask: Ask) -> list[Fact]:
+    from .bench_read import read_rate
+    from .doctor import model_facts
+    from .plan_report import plan_of
+
+    reads = read_rate(checkpoint)
+    return model_facts(lambda: plan_of(checkpoint, ask), reads.rate, reads.mode, reads.notes)

@@ -1,0 +1,76 @@
+"""How a model is loaded: the options, checked, and who is told what meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from .errors import UsageError
+from .machine import Machine, default_threads
+from .registry import names
+from .scheduler.plan import Limits, Plan
+from .scheduler.schedule import predictor_named
+
+DTYPES = ("bfloat16", "float32")  #: of the activations
+THREADS_PER_PROCESSOR = 4
+POLICY, PREDICT = "lru", "combined"  #: chosen by measurement, see LOG.md
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to load.  Sizes are bytes; ``ram`` None means most of what is free now."""
+
+    ram: int | None = None
+    cache: int | None = None
+    dtype: str = "bfloat16"
+    trunk: str | None = None  # None: as the folder has it
+    context: int = 4096
+    sessions: int = 1
+    sweep: int = 512
+    threads: int = field(default_factory=default_threads)
+    extra: int = 0  # bytes the caller will keep beside the engine
+    kernels: Mapping[str, str] = field(default_factory=dict)  # operator -> backend
+    isa: str | None = None  # None: the best this processor has
+    policy: str = POLICY
+    predict: str = PREDICT
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype {self.dtype!r} is not known.", f"Use {' or '.join(DTYPES)}.")
+        for name in ("context", "sessions", "sweep", "threads"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}.", "It must be at least 1.")
+        known = names("scheduler", "policy")
+        if self.policy not in known:
+            raise UsageError(f"There is no policy {self.policy!r}.", f"Use {', '.join(known)}.")
+        predictor_named(self.predict)
+        most = THREADS_PER_PROCESSOR * default_threads()
+        if self.threads > most:
+            raise UsageError(f"threads is {self.threads}.", f"Use {most} at most on this machine.")
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who is told what: the plan before anything is loaded, loading, layers, warnings."""
+
+    plan: Callable[[Plan], None] = lambda plan: None
+    loading: Callable[[int, int], None] = lambda done, total: None
+    layer: Callable[[int, int], None] = lambda layer, layers: None
+    warn: Callable[[str], None] = lambda text: None
+
+
+def limits_of(machine: Machine, options: Options) -> Limits:
+    """The smallest of the user's budget and what the machine allows, with a note if it differs."""
+    allowed = int(machine.ceiling * 0.95)
+    notes: tuple[str, ...] = ()
+    if options.ram is None:
+        total = int(machine.ceiling * 0.9)
+    elif options.ram > allowed:
+        total = allowed
+        notes = (
+            f"--ram {options.ram:,} is more than the {allowed:,} bytes that are free for this "
+            "process now (physical memory and control group); the plan uses the latter.",
+        )
+    else:
+        total = options.ram
+    return Limits(total, options.cache, options.sweep, notes)

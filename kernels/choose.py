@@ -1,0 +1,180 @@
+"""One implementation of each operator, picked once when a model is loaded.
+
+``OP_native.py`` where the native library is there, else ``OP_reference.py``; a caller may name
+another for any operator.  Nothing falls back later: an operator that cannot run says so now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..registry import implementations, names
+from . import native
+from .experts_reference import Job
+from .glu_reference import Activation
+from .linear_reference import Weight
+from .workers import Workers
+
+#: Operator -> the functions of its files.
+OPS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("linear",),
+    "experts": ("experts",),
+    "router": ("router",),
+    "rms_norm": ("rms_norm",),
+    "attnres": ("attnres",),
+    "short_conv": ("short_conv",),
+    "kda_gate": ("kda_gate", "l2_norm", "gated_norm"),
+    "kda": ("kda_step", "kda_chunk"),
+    "mla_decode": ("mla_decode",),
+}
+ROW_BY_ROW = ("rms_norm", "attnres", "short_conv", "kda_gate", "l2_norm", "gated_norm")
+NATIVE, REFERENCE = "native", "reference"
+
+
+class Kernels:
+    """The chosen operators, bound to ``workers``.  ``chosen``: operator -> backend."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        wanted: Mapping[str, str] | None = None,
+        isa: str | None = None,
+    ) -> None:
+        self.workers = workers
+        self.isa, self.why = _instruction_set(isa)
+        self.chosen: dict[str, str] = {}
+        functions: dict[str, Callable[..., Any]] = {}
+        for op in sorted(set(wanted or {}) - set(OPS)):
+            raise UsageError(f"There is no operator {op!r}.", f"Known: {', '.join(OPS)}.")
+        for op, parts in OPS.items():
+            backend = self._backend(op, (wanted or {}).get(op))
+            module = implementations("kernels", op)[backend]
+            for part in parts:
+                functions[part] = getattr(module, part)
+                if part in ROW_BY_ROW and backend == NATIVE:  # torch's are done by the caller alone
+                    functions[part] = partial(functions[part], workers=workers)
+            self.chosen[op] = backend
+        self._f = functions
+
+    def _backend(self, op: str, wanted: str | None) -> str:
+        known = names("kernels", op)
+        usable = [n for n in known if n != NATIVE or self.isa is not None]
+        if wanted is None:
+            return NATIVE if NATIVE in usable else REFERENCE
+        if wanted not in known:
+            raise UsageError(
+                f"Operator {op} has no implementation {wanted!r}.", f"Known: {', '.join(known)}."
+            )
+        if wanted not in usable:
+            raise UsageError(f"{op}={wanted} cannot run here: {self.why}", "Leave it out.")
+        return wanted
+
+    def in_force(self) -> AbstractContextManager[None]:
+        """Calls from this thread run this instruction set inside the ``with`` block."""
+        return nullcontext() if self.isa is None else native.using(self.isa)
+
+    def linear(self, x: torch.Tensor, weight: Weight, decode: bool = False) -> torch.Tensor:
+        y: torch.Tensor = self._f["linear"](x, weight, self.workers, decode)
+        return y
+
+    def experts(
+        self, x: torch.Tensor, jobs: Sequence[Job], act: Activation, decode: bool = False
+    ) -> list[torch.Tensor]:
+        ys: list[torch.Tensor] = self._f["experts"](x, jobs, act, self.workers, decode)
+        return ys
+
+    def router(
+        self,
+        x: torch.Tensor,
+        gate: Weight,
+        bias: torch.Tensor,
+        top_k: int,
+        renormalize: bool,
+        scale: float,
+        decode: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        routed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._f["router"](
+            x, gate, bias, top_k, renormalize, scale, self.workers, decode
+        )
+        return routed
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        y: torch.Tensor = self._f["rms_norm"](x, weight, eps)
+        return y
+
+    def attnres(
+        self,
+        entries: Sequence[torch.Tensor],
+        norm: torch.Tensor,
+        query: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        y: torch.Tensor = self._f["attnres"](entries, norm, query, eps)
+        return y
+
+    def short_conv(
+        self, x: torch.Tensor, tail: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        result: tuple[torch.Tensor, torch.Tensor] = self._f["short_conv"](x, tail, weight)
+        return result
+
+    def kda_gate(
+        self, raw: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower: float | None
+    ) -> torch.Tensor:
+        y: torch.Tensor = self._f["kda_gate"](raw, a_log, dt_bias, lower)
+        return y
+
+    def l2_norm(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._f["l2_norm"](x)
+        return y
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        y: torch.Tensor = self._f["gated_norm"](x, gate, weight, eps)
+        return y
+
+    def kda_step(self, *args: torch.Tensor) -> torch.Tensor:
+        """q, k, v, g, beta of one token and the state, which moves on."""
+        y: torch.Tensor = self._f["kda_step"](*args, self.workers)
+        return y
+
+    def kda_chunk(self, *args: torch.Tensor) -> torch.Tensor:
+        """q, k, v, g, beta of a chunk and the state, which moves on."""
+        y: torch.Tensor = self._f["kda_chunk"](*args, self.workers)
+        return y
+
+    def mla_decode(
+        self,
+        q: torch.Tensor,
+        blocks: Sequence[torch.Tensor],
+        length: int,
+        up: Weight,
+        nope: int,
+        v: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """The attention result [h, v] of one decode token."""
+        y: torch.Tensor = self._f["mla_decode"](
+            q, blocks, length, up, nope, v, scale, self.workers
+        )[0]
+        return y
+
+
+def _instruction_set(wanted: str | None) -> tuple[str | None, str]:
+    """The instruction set in use (None without the native library), and why."""
+    if not native.available():
+        if wanted is not None:
+            raise UsageError(f"--isa {wanted} cannot be had: {native.why_not()}", "Leave it out.")
+        return None, native.why_not()
+    known = native.isas()
+    if wanted is not None and wanted not in known:
+        raise UsageError(f"This processor has no {wanted!r}.", f"It can run {', '.join(known)}.")
+    isa = wanted or known[0]
+    return isa, f"native kernels for {isa}"

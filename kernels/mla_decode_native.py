@@ -1,0 +1,62 @@
+"""mla_decode by the native library (native/seq_mla.h): heads in groups that share a reading of the
+latents, blocks merged in order by their running maximum."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from . import native
+from .c_function import CFunction, dtype_of
+from .linear_reference import DenseWeight, Weight
+from .workers import Workers
+
+SHARING = 16  #: heads that share a reading of the latents at most; MLA_HEADS of native/seq_mla.h
+_CALL = CFunction("k3_mla_decode", "piiiqqqqqqqqfppppp")
+
+
+def mla_decode(
+    q: torch.Tensor,
+    blocks: Sequence[torch.Tensor],
+    length: int,
+    up: Weight,
+    nope: int,
+    v: int,
+    scale: float,
+    workers: Workers,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``q`` [h, nope + rope] over ``length`` latents in ``blocks`` of [256, kv_lora + rope].
+
+    ``up`` is [h * (nope + v), kv_lora].  Returns (o [h, v], log-sum-exp of the scores [h]), both
+    float32.  Rows of the last block from ``length`` on are never read.
+    """
+    heads, kv_lora, rope = q.shape[0], up.shape[1], q.shape[1] - nope
+    first = blocks[0]
+    size = first.shape[0]
+    assert up.shape[0] == heads * (nope + v), (up.shape, heads, nope, v)
+    assert (len(blocks) - 1) * size < length <= len(blocks) * size, (length, len(blocks))
+    for block in blocks:
+        assert block.shape == (size, kv_lora + rope), block.shape
+        assert block.dtype == first.dtype, block.dtype
+        assert block.is_contiguous()
+    q, weight = q.contiguous(), _numbers(up, q.dtype, workers)
+    places = (ctypes.c_void_p * len(blocks))(*(block.data_ptr() for block in blocks))
+    out, sums = torch.empty(heads, v), torch.empty(heads)
+    each = max(1, min(SHARING, heads // workers.threads))
+    _CALL(
+        native.pool(workers), dtype_of(q), dtype_of(first), dtype_of(weight), heads, each, size,
+        length, nope, rope, v, kv_lora, scale, q.data_ptr(), places, weight.data_ptr(),
+        out.data_ptr(), sums.data_ptr(),
+    )  # fmt: skip
+    return out, sums
+
+
+def _numbers(up: Weight, dtype: torch.dtype, workers: Workers) -> torch.Tensor:
+    """``up`` [N, K] rounded to ``dtype``, or as it lies where that changes no value."""
+    if isinstance(up, DenseWeight) and up.tensor.is_contiguous():
+        own = up.tensor.dtype
+        if own == dtype or (own, dtype) == (torch.bfloat16, torch.float32):
+            return up.tensor
+    return up.rows(0, up.shape[0], dtype, workers).contiguous()

@@ -1,0 +1,137 @@
+// The C functions of the operators in seq.h: fill in the arguments, choose the table, share out items.
+//
+// Each returns what k3_run does: 0, or 1 when scratch memory ran out.  Work that is over before another
+// thread would have woken stays with the caller.
+
+#include "seq.h"
+
+namespace k3 {
+namespace {
+
+const SeqOps& ops() {
+#if defined(__x86_64__)
+    if (isa() >= AVX512) return SEQ_AVX512;
+    if (isa() == AVX2) return SEQ_AVX2;
+#endif
+    return SEQ_PORTABLE;
+}
+
+template <class Args>
+struct Share {
+    void (*f)(const Args&, int64_t, int64_t);
+    const Args* args;
+    int64_t items, grain;
+
+    static void part(void* context, int64_t index) {
+        auto s = static_cast<const Share*>(context);
+        int64_t begin = index * s->grain, end = begin + s->grain;
+        s->f(*s->args, begin, end < s->items ? end : s->items);
+    }
+};
+
+// f for all items in parts of `grain`.
+template <class Args>
+int share(Pool* pool, void (*f)(const Args&, int64_t, int64_t), const Args& args, int64_t items,
+          int64_t grain) {
+    Share<Args> shared{f, &args, items, grain};
+    return k3_run(pool, Share<Args>::part, &shared, (items + grain - 1) / grain);
+}
+
+// The same, in parts of about 20 us if an item takes `ns`, or in one where others could not help.
+template <class Args>
+int share_rows(Pool* pool, void (*f)(const Args&, int64_t, int64_t), const Args& args, int64_t items,
+               double ns) {
+    int64_t grain = ns >= 20e3 ? 1 : int64_t(20e3 / (ns + 1)) + 1;
+    return share(pool, f, args, items, double(items) * ns < WORTH_WAKING_NS ? items + 1 : grain);
+}
+
+}  // namespace
+}  // namespace k3
+
+using namespace k3;
+
+K3_API int k3_rms_norm(Pool* pool, int type, int weight_type, int64_t rows, int64_t width, float eps,
+                       const void* x, const void* weight, void* out) {
+    NormArgs args{x, weight, out, width, eps, Dtype(type), Dtype(weight_type)};
+    return share_rows(pool, ops().rms_norm, args, rows, 0.2 * double(width));
+}
+
+// linear_beta 0: the up branch has no cap.
+K3_API int k3_situ(Pool* pool, int type, int64_t rows, int64_t width, float beta, float linear_beta,
+                   const void* gate, const void* up, void* out) {
+    GluArgs args{gate, up, out, width, beta, linear_beta, true, linear_beta != 0, Dtype(type)};
+    return share_rows(pool, ops().glu, args, rows, 4.0 * double(width));
+}
+
+K3_API int k3_silu(Pool* pool, int type, int64_t rows, int64_t width, const void* gate, const void* up,
+                   void* out) {
+    GluArgs args{gate, up, out, width, 1, 1, false, false, Dtype(type)};
+    return share_rows(pool, ops().glu, args, rows, 1.5 * double(width));
+}
+
+K3_API int k3_attnres(Pool* pool, int type, int norm_type, int query_type, int64_t count, int64_t rows,
+                      int64_t width, float eps, const void* const* entries, const void* norm,
+                      const void* query, void* out) {
+    MixArgs args{entries, norm, query, out, count, width, eps, Dtype(type), Dtype(norm_type),
+                 Dtype(query_type)};
+    return share_rows(pool, ops().attnres, args, rows, 0.5 * double(width * count));
+}
+
+K3_API int k3_route(Pool* pool, int64_t rows, int64_t count, int64_t top_k, int renormalize,
+                    float scale, const float* logits, const float* bias, float* scores,
+                    int64_t* experts, float* weights) {
+    RouteArgs args{logits, bias, scores, experts, weights, count, top_k, scale, renormalize != 0};
+    return share_rows(pool, ops().route, args, rows, 3.0 * double(count));
+}
+
+K3_API int k3_short_conv(Pool* pool, int type, int64_t rows, int64_t channels, int64_t taps,
+                         const void* x, const void* tail, const float* weight, float* out,
+                         void* moved) {
+    ConvArgs args{x, tail, weight, out, moved, rows, channels, taps, Dtype(type)};
+    int64_t groups = (channels + CONV_GROUP - 1) / CONV_GROUP;
+    return share_rows(pool, ops().short_conv, args, groups, double(CONV_GROUP * (rows + taps)));
+}
+
+// lower 0: the unbounded gate.
+K3_API int k3_kda_gate(Pool* pool, int type, int64_t rows, int64_t heads, int64_t dim, float lower,
+                       const void* raw, const float* a_log, const float* dt_bias, float* out) {
+    GateArgs args{raw, a_log, dt_bias, out, heads, dim, lower, lower != 0, Dtype(type)};
+    return share_rows(pool, ops().kda_gate, args, rows, 1.5 * double(heads * dim));
+}
+
+K3_API int k3_l2_norm(Pool* pool, int64_t vectors, int64_t dim, float eps, const float* x, float* out) {
+    UnitArgs args{x, out, dim, eps};
+    return share_rows(pool, ops().l2_norm, args, vectors, 0.3 * double(dim));
+}
+
+K3_API int k3_gated_norm(Pool* pool, int type, int64_t rows, int64_t heads, int64_t dim, float eps,
+                         const float* x, const void* gate, const float* weight, void* out) {
+    GatedNormArgs args{x, gate, weight, out, heads, dim, eps, Dtype(type)};
+    return share_rows(pool, ops().gated_norm, args, rows, 1.5 * double(heads * dim));
+}
+
+K3_API int k3_kda_step(Pool* pool, int64_t heads, int64_t dk, int64_t dv, const float* q,
+                       const float* k, const float* v, const float* g, const float* beta,
+                       float* state, float* out) {
+    KdaArgs args{q, k, v, g, beta, state, out, 1, heads, dk, dv};
+    return share_rows(pool, ops().kda_step, args, heads, 0.6 * double(dk * dv));
+}
+
+K3_API int k3_kda_chunk(Pool* pool, int64_t rows, int64_t heads, int64_t dk, int64_t dv, const float* q,
+                        const float* k, const float* v, const float* g, const float* beta,
+                        float* state, float* out) {
+    KdaArgs args{q, k, v, g, beta, state, out, rows, heads, dk, dv};
+    return share_rows(pool, ops().kda_chunk, args, heads, 0.07 * double(dk * dv * (rows + 16)));
+}
+
+// heads_each: heads that share a reading of the latents.
+K3_API int k3_mla_decode(Pool* pool, int type, int block_type, int up_type, int64_t heads,
+                         int64_t heads_each, int64_t block_rows, int64_t length, int64_t nope,
+                         int64_t rope, int64_t v, int64_t kv_lora, float scale, const void* q,
+                         const void* const* blocks, const void* up, float* out, float* lse) {
+    MlaArgs args{q, blocks, up, out, lse, block_rows, length, nope, rope, v, kv_lora, scale,
+                 Dtype(type), Dtype(block_type), Dtype(up_type)};
+    double ns = 0.1 * double((nope + v) * kv_lora) + 0.05 * double(length * (2 * kv_lora + rope));
+    bool alone = ns * double(heads) < WORTH_WAKING_NS;
+    return share(pool, ops().mla_decode, args, heads, alone ? heads : heads_each);
+}

@@ -1,0 +1,331 @@
+// Kernels of the matrix unit (see linear_amx.h).  Needs AMX-BF16 and AVX-512 with BF16 and VBMI2,
+// which every processor with AMX has.
+
+#if defined(__x86_64__)
+
+#include "linear_amx.h"
+
+#include <cstring>
+#include <immintrin.h>
+
+#pragma GCC target( \
+    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,prefer-vector-width=512")
+
+#include "linear_rows.h"
+
+namespace k3 {
+namespace {
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// The compiler does not know which memory the tile instructions read and write: here it has to have
+// all of it in order.
+inline void settle() { __asm__ volatile("" ::: "memory"); }
+
+// Full tiles for this thread; what was set before (by torch's own kernels) comes back at the end.
+struct Tiles {
+    TileConfig before;
+
+    Tiles() {
+        TileConfig wanted;
+        for (int i = 0; i < 8; i++) wanted.row_bytes[i] = 64, wanted.rows[i] = 16;
+        __asm__ volatile("" : : "r"(&wanted), "r"(&before) : "memory");  // now they are in memory
+        _tile_storeconfig(&before);
+        _tile_loadconfig(&wanted);
+        settle();
+    }
+    ~Tiles() {
+        if (before.palette)
+            _tile_loadconfig(&before);
+        else
+            _tile_release();
+    }
+};
+
+// Two tiles of weight rows (a: step after step, both tiles of a step side by side) times one or
+// two tiles of x.
+template <int X>
+void block(const uint8_t* a, const uint8_t* b, int64_t b_apart, int64_t steps, float* c,
+           int64_t c_apart, bool first) {
+    float* lower = c + c_apart;
+    settle();
+    if (first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, c, 64);
+        _tile_loadd(2, lower, 64);
+        if (X == 2) {
+            _tile_loadd(1, c + 256, 64);
+            _tile_loadd(3, lower + 256, 64);
+        }
+    }
+    for (int64_t s = 0; s < steps; s++, a += 2 * TILE_BYTES, b += TILE_BYTES) {
+        _tile_loadd(6, b, 64);
+        _tile_loadd(4, a, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (X == 2) {
+            _tile_loadd(7, b + b_apart, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        _tile_loadd(5, a + TILE_BYTES, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        if (X == 2) _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, 64);
+    _tile_stored(2, lower, 64);
+    if (X == 2) {
+        _tile_stored(1, c + 256, 64);
+        _tile_stored(3, lower + 256, 64);
+    }
+    settle();
+}
+
+// ---- weights to bfloat16: 32 columns of one row at a time, `apart` bytes from one another ----
+
+constexpr int64_t STEP_BYTES = 2 * TILE_BYTES;  // of a packed block: two tiles a step
+
+constexpr int64_t AHEAD = 512;  // bytes
+void ask(const uint8_t* from) {
+    _mm_prefetch(reinterpret_cast<const char*>(from) + AHEAD, _MM_HINT_T0);
+}
+
+void pack_bf16(const uint8_t* from, int64_t columns, uint8_t* out) {
+    int64_t i = 0;
+    for (; i + 32 <= columns; i += 32, from += 64, out += STEP_BYTES) {
+        ask(from);
+        _mm512_store_si512(out, _mm512_loadu_si512(from));
+    }
+    if (i < columns)
+        _mm512_store_si512(out, _mm512_maskz_loadu_epi16((1u << (columns - i)) - 1, from));
+}
+
+void pack_int8(const uint8_t* from, const uint8_t* scale, int64_t columns, uint8_t* out) {
+    for (int64_t i = 0; i < columns; i += 32, from += 32, out += STEP_BYTES) {
+        ask(from);
+        uint16_t h;
+        std::memcpy(&h, scale + i / 64 * 2, 2);
+        const __m512 s = _mm512_set1_ps(from_bf16(h));
+        auto* p = reinterpret_cast<const __m128i*>(from);
+        __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
+        __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p + 1)));
+        __m512bh both = _mm512_cvtne2ps_pbh(_mm512_mul_ps(high, s), _mm512_mul_ps(low, s));
+        _mm512_store_si512(out, (__m512i)both);
+    }
+}
+
+// For each scale the 16 codes times 2^(scale - 127) in bfloat16, twice: 16 KB, of which a model
+// uses a few lines.
+struct Codes {
+    alignas(64) uint16_t of[256][32];
+
+    Codes() {
+        const float size[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+        for (int s = 0; s < 256; s++)
+            for (int c = 0; c < 32; c++) {
+                const float factor = float_of(s ? uint32_t(s) << 23 : 0x00400000);
+                of[s][c] = to_bf16((c & 8 ? -size[c & 7] : size[c & 7]) * factor);
+            }
+    }
+};
+
+// A byte b becomes the word pair (b, b >> 4) by one shift; vpermw looks at the low 5 bits, which
+// is why the 16 codes stand twice.
+void pack_mxfp4(const uint8_t* from, const uint8_t* scale, int64_t columns, uint8_t* out) {
+    static const Codes codes;
+    for (int64_t i = 0; i < columns; i += 32, from += 16, scale++, out += STEP_BYTES) {
+        if (i % 128 == 0) ask(from);
+        auto* p = reinterpret_cast<const __m128i*>(from);
+        __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
+        bytes = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+        const __m512i table = _mm512_load_si512(codes.of[*scale]);
+        _mm512_store_si512(out, _mm512_permutexvar_epi16(bytes, table));
+    }
+}
+
+// Weight rows [begin, begin + BLOCK_ROWS) and columns [from, from + columns); zeros below the
+// last row.
+void pack_weight(const Weight& w, int64_t begin, int64_t from, int64_t columns, uint8_t* out) {
+    for (int64_t r = 0; r < BLOCK_ROWS; r++) {
+        uint8_t* to = out + r / TILE_ROWS * TILE_BYTES + r % TILE_ROWS * 64;
+        if (begin + r >= w.n) {
+            for (int64_t i = 0; i < columns; i += 32, to += STEP_BYTES)
+                _mm512_store_si512(to, _mm512_setzero_si512());
+            continue;
+        }
+        const uint8_t* row = w.row(begin + r);
+        if (w.kind == W_BF16)
+            pack_bf16(row + 2 * from, columns, to);
+        else if (w.kind == W_INT8)
+            pack_int8(row + from, w.row_scale(begin + r) + from / 64 * 2, columns, to);
+        else
+            pack_mxfp4(row + from / 2, w.row_scale(begin + r) + from / 32, columns, to);
+    }
+}
+
+// Asks for the weights of the next block while this one is computed, a row at a time.
+struct Ahead {
+    const Weight& w;
+    int64_t row, last, offset, bytes;
+
+    Ahead(const Weight& w, int64_t begin, int64_t from, int64_t columns)
+        : w(w), row(begin), last(begin + BLOCK_ROWS < w.n ? begin + BLOCK_ROWS : w.n),
+          offset(from * w.row_bytes() / w.k), bytes(columns * w.row_bytes() / w.k) {}
+
+    void fetch(int64_t rows) {
+        for (; rows > 0 && row < last; rows--, row++) {
+            auto* p = reinterpret_cast<const char*>(w.row(row)) + offset;
+            for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
+            if (w.scale_bytes())
+                _mm_prefetch(reinterpret_cast<const char*>(w.row_scale(row)) +
+                                 offset * w.scale_bytes() / w.row_bytes(), _MM_HINT_T1);
+        }
+    }
+};
+
+// ---- results ----
+
+// To bfloat16 as to_bf16 rounds.
+__m256i narrow(__m512i f) {
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(f, 16), _mm512_set1_epi32(1));
+    __m512i u = _mm512_add_epi32(_mm512_add_epi32(f, _mm512_set1_epi32(0x7fff)), odd);
+    const __m512 number = _mm512_castsi512_ps(f);
+    const __mmask16 nan = _mm512_cmp_ps_mask(number, number, _CMP_UNORD_Q);
+    u = _mm512_mask_mov_epi32(_mm512_srli_epi32(u, 16), nan, _mm512_set1_epi32(0x7fc0));
+    return _mm512_cvtepi32_epi16(u);
+}
+
+void transpose(__m512i* r) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+
+}  // namespace
+
+void Amx::pack_x(const uint16_t* const* rows, const Panel& x, int64_t tile) {
+    for (int64_t b = 0; b < x.blocks(); b++) {
+        uint8_t* out = x.at(b, tile);
+        for (int64_t s = 0; s < x.steps(b); s++, out += TILE_BYTES) {
+            const int64_t from = b * DEPTH + s * TILE_COLUMNS, left = x.k - from;
+            const __mmask32 mask = left >= 32 ? ~0u : (1u << left) - 1;
+            __m512i r[16];
+            for (int i = 0; i < 16; i++)
+                r[i] = rows[i] ? _mm512_maskz_loadu_epi16(mask, rows[i] + from)
+                               : _mm512_setzero_si512();
+            transpose(r);
+            for (int i = 0; i < 16; i++) _mm512_store_si512(out + 64 * i, r[i]);
+        }
+    }
+}
+
+namespace {
+
+struct Product {
+    const Weight& w;
+    int64_t begin, end;
+    const Panel& x;
+    float* c;
+    uint8_t* room;
+
+    // Weight rows [i, i + BLOCK_ROWS) times block b of the columns; `rows` of `ahead` are asked for
+    // with each pair of tiles of x.
+    void part(int64_t i, int64_t b, Ahead& ahead, int64_t rows) const {
+        pack_weight(w, i, b * DEPTH, x.columns(b), room);
+        const int64_t across = x.tiles(), apart = x.steps(b) * TILE_BYTES;
+        float* to = c + (i - begin) / TILE_ROWS * across * 256;
+        for (int64_t j = 0; j < across; j += 2) {
+            ahead.fetch(rows);
+            if (j + 1 < across)
+                block<2>(room, x.at(b, j), apart, x.steps(b), to + j * 256, across * 256, b == 0);
+            else
+                block<1>(room, x.at(b, j), apart, x.steps(b), to + j * 256, across * 256, b == 0);
+        }
+    }
+};
+
+}  // namespace
+
+void Amx::multiply(const Weight& w, int64_t begin, int64_t end, const Panel& x, float* c,
+                   uint8_t* room) {
+    const Tiles tiles;
+    const Product product{w, begin, end, x, c, room};
+    const int64_t pairs = ceil_div(x.tiles(), 2), blocks = x.blocks();
+    if (x.rows <= FEW_ROWS) {  // memory is the limit: whole weight rows, in the order they lie
+        for (int64_t i = begin; i < end; i += BLOCK_ROWS) {
+            Ahead ahead(w, i + BLOCK_ROWS, 0, w.k);
+            for (int64_t b = 0; b < blocks; b++)
+                product.part(i, b, ahead, ceil_div(BLOCK_ROWS, pairs * blocks));
+        }
+        return;
+    }
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t i = begin; i < end; i += BLOCK_ROWS) {
+            const bool down = i + BLOCK_ROWS < end;
+            const int64_t next = down ? b : b + 1;
+            const int64_t columns = next < blocks ? x.columns(next) : 0;
+            Ahead ahead(w, down ? i + BLOCK_ROWS : begin, next * DEPTH, columns);
+            product.part(i, b, ahead, ceil_div(BLOCK_ROWS, pairs));
+        }
+}
+
+void Amx::write(const float* c, int64_t apart, int64_t weight_rows, int64_t x_rows, uint16_t* out,
+                int64_t stride) {
+    __m512i low[16], high[16];
+    for (int i = 0; i < 16; i++) {
+        low[i] = _mm512_loadu_si512(c + 16 * i);
+        high[i] = _mm512_loadu_si512(c + apart + 16 * i);
+    }
+    transpose(low);
+    transpose(high);
+    const __mmask32 mask = weight_rows >= 32 ? ~0u : (1u << weight_rows) - 1;
+    for (int64_t i = 0; i < x_rows; i++) {
+        __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(narrow(low[i])), narrow(high[i]), 1);
+        _mm512_mask_storeu_epi16(out + i * stride, mask, both);
+    }
+}
+
+void Amx::activate(const Activation& act, const float* const* gate, const float* const* up,
+                   uint8_t* out) {
+    alignas(64) float a[512], b[512];
+    alignas(64) uint16_t y[512];
+    for (int t = 0; t < 2; t++) {
+        std::memcpy(a + 256 * t, gate[t], TILE_BYTES);
+        std::memcpy(b + 256 * t, up[t], TILE_BYTES);
+    }
+    k3::activate(act, BF16, a, b, 512, y);
+    auto* pairs = reinterpret_cast<uint32_t*>(out);
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++)
+            pairs[16 * i + j] = y[32 * i + j] | uint32_t(y[32 * i + 16 + j]) << 16;
+}
+
+}  // namespace k3
+
+#endif

@@ -1,0 +1,122 @@
+// The operators beside linear: their arguments and the table that one file per instruction set fills.
+//
+// Each operator does items [begin, end) of its arguments: rows, heads or groups of channels.  An item's
+// bits depend on that item alone.  Dense arrays are row-major; sizes are numbers of elements.
+#pragma once
+
+#include "native.h"
+
+namespace k3 {
+
+struct NormArgs {  // items: rows
+    const void *x, *weight;
+    void* out;
+    int64_t width;
+    float eps;
+    Dtype type, weight_type;
+};
+
+struct GluArgs {  // items: rows
+    const void *gate, *up;
+    void* out;
+    int64_t width;
+    float beta, linear_beta;
+    bool situ, capped;
+    Dtype type;
+};
+
+struct MixArgs {  // items: rows
+    const void* const* entries;
+    const void *norm, *query;
+    void* out;
+    int64_t count, width;
+    float eps;
+    Dtype type, norm_type, query_type;
+};
+
+struct RouteArgs {  // items: rows
+    const float *logits, *bias;
+    float* scores;
+    int64_t* experts;
+    float* weights;
+    int64_t count, top_k;
+    float scale;
+    bool renormalize;
+};
+
+constexpr int64_t CONV_GROUP = 64;  // channels of an item of short_conv
+
+struct ConvArgs {  // items: groups of CONV_GROUP channels
+    const void *x, *tail;
+    const float* weight;
+    float* out;
+    void* moved;
+    int64_t rows, channels, taps;
+    Dtype type;
+};
+
+struct GateArgs {  // items: rows
+    const void* raw;
+    const float *a_log, *dt_bias;
+    float* out;
+    int64_t heads, dim;
+    float lower;
+    bool bounded;
+    Dtype type;
+};
+
+struct UnitArgs {  // items: vectors of `dim` numbers
+    const float* x;
+    float* out;
+    int64_t dim;
+    float eps;
+};
+
+struct GatedNormArgs {  // items: rows
+    const float* x;
+    const void* gate;
+    const float* weight;
+    void* out;
+    int64_t heads, dim;
+    float eps;
+    Dtype type;
+};
+
+struct KdaArgs {  // items: heads
+    const float *q, *k, *v, *g, *beta;
+    float *state, *out;
+    int64_t rows, heads, dk, dv;
+};
+
+struct MlaArgs {  // items: heads
+    const void* q;
+    const void* const* blocks;
+    const void* up;
+    float *out, *lse;
+    int64_t block_rows, length, nope, rope, v, kv_lora;
+    float scale;
+    Dtype type, block_type, up_type;
+};
+
+struct SeqOps {
+    void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);
+    void (*glu)(const GluArgs&, int64_t begin, int64_t end);
+    void (*attnres)(const MixArgs&, int64_t begin, int64_t end);
+    void (*route)(const RouteArgs&, int64_t begin, int64_t end);
+    void (*short_conv)(const ConvArgs&, int64_t begin, int64_t end);
+    void (*kda_gate)(const GateArgs&, int64_t begin, int64_t end);
+    void (*l2_norm)(const UnitArgs&, int64_t begin, int64_t end);
+    void (*gated_norm)(const GatedNormArgs&, int64_t begin, int64_t end);
+    void (*kda_step)(const KdaArgs&, int64_t begin, int64_t end);
+    void (*kda_chunk)(const KdaArgs&, int64_t begin, int64_t end);
+    void (*mla_decode)(const MlaArgs&, int64_t begin, int64_t end);
+};
+
+extern const SeqOps SEQ_PORTABLE;  // on ARM this is NEON
+#if defined(__x86_64__)
+extern const SeqOps SEQ_AVX2, SEQ_AVX512;
+#endif
+
+constexpr int SEQ_SCRATCH = 8;  // first of our slots of k3::scratch
+
+}  // namespace k3

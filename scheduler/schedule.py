@@ -1,0 +1,62 @@
+"""What to read ahead while a decode sweep runs, layer by layer, and what the policy is told.
+
+Decides only: numbers of layers and experts, 8-bit scores, no tensor.  A guess is read behind
+everything that is certain, and given up when its layer's requests are known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UsageError
+from ..registry import implementations, names
+from .hints import Hints, Predictor, quantise
+from .store import ExpertStore
+
+NEAR = 2  #: times top k: how many of a row's best experts the policy hears about
+Floats = npt.NDArray[np.float32]
+
+
+def predictor_named(name: str) -> tuple[Any, str | None]:
+    """The class behind ``--predict NAME`` or ``NAME=FILE``, and the file."""
+    kind, _, path = name.partition("=")
+    known = names("scheduler", "predict")
+    if kind not in known:
+        raise UsageError(f"There is no predictor {kind!r}.", f"Use {', '.join(known)}.")
+    if (kind == "latent") != bool(path):
+        raise UsageError(
+            f"--predict {name!r} does not say what to predict from.",
+            "latent takes a fit, latent=FILE (see benchmarks/record_routing.py); others take none.",
+        )
+    return implementations("scheduler", "predict")[kind].Predictor, path or None
+
+
+class Schedule:
+    """Look-ahead for one store."""
+
+    def __init__(self, store: ExpertStore, predictor: Predictor, top_k: int) -> None:
+        self._store, self._predictor, self._top_k = store, predictor, top_k
+        self.asks_router = predictor.asks_router
+        self.asks_latent = predictor.asks_latent
+
+    def routed(self, layer: int, experts: npt.NDArray[np.integer[Any]], scores: Floats) -> None:
+        """The router of ``layer`` chose ``experts`` [rows, k] by ``scores`` [rows, E]."""
+        self._predictor.learn(layer, experts)
+        near = min(NEAR * self._top_k, scores.shape[1])
+        for codes in quantise(scores, self._top_k):
+            best = np.argsort(255 - codes, kind="stable")[:near]
+            self._store.note(layer, best, codes[best])
+
+    def ahead(
+        self, layer: int, next_layer: int, scores: Floats | None, latent: Floats | None
+    ) -> None:
+        """``layer`` has ended; ``next_layer`` would choose by ``scores`` [rows, E] now, and the
+        experts of ``layer`` were given ``latent`` [rows, Z]."""
+        codes = None if scores is None else quantise(scores, self._top_k)
+        hints = Hints(layer, next_layer, codes, latent, self._store.absent)
+        guesses = self._predictor.guess(layer, hints)
+        if guesses:
+            self._store.prefetch([page for page, _ in guesses])
