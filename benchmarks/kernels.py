@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from k3offload.kernels import native
 from k3offload.kernels.experts_native import experts
@@ -51,7 +53,7 @@ def weight(kind: str, memory: torch.Tensor, n: int, k: int) -> Weight:
     return Mxfp4Weight(memory[: n * k // 2].view(n, k // 2), scale)
 
 
-def best(tasks: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
+def best(tasks: Mapping[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
     """Seconds of each task, the best of alternating rounds."""
     seconds = dict.fromkeys(tasks, float("inf"))
     for _ in range(rounds):
@@ -76,8 +78,8 @@ def decode(memory: torch.Tensor, workers: Workers) -> list[dict[str, Any]]:
                 with native.using(isa):
                     times = best(
                         {
-                            "read": lambda: native.read(workers, memory.data_ptr(), size),
-                            "linear": lambda w=w, x=x: linear(x, w, workers, True),
+                            "read": partial(native.read, workers, memory.data_ptr(), size),
+                            "linear": partial(linear, x, w, workers, True),
                         }
                     )
                 rate, read = touched / times["linear"], size / times["read"]
@@ -95,12 +97,8 @@ def prefill(memory: torch.Tensor, workers: Workers) -> dict[str, Any]:
     weights = {kind: weight(kind, memory, n, k) for kind in KINDS}
     dense = weights["bfloat16"]
     assert isinstance(dense, DenseWeight)
-    tensor = dense.tensor
-    tasks: dict[str, Callable[[], object]] = {
-        "torch": lambda: torch.nn.functional.linear(x, tensor)
-    }
-    for kind, w in weights.items():
-        tasks[kind] = lambda w=w: linear(x, w, workers)
+    tasks: dict[str, Callable[[], object]] = {"torch": partial(F.linear, x, dense.tensor)}
+    tasks |= {kind: partial(linear, x, w, workers) for kind, w in weights.items()}
     times = best(tasks, 4)
     return {
         name: {"gmac_per_s": round(work / s / 1e9, 1), "of_torch": round(times["torch"] / s, 2)}
@@ -110,19 +108,23 @@ def prefill(memory: torch.Tensor, workers: Workers) -> dict[str, Any]:
 
 def expert_times(memory: torch.Tensor, workers: Workers) -> list[dict[str, Any]]:
     """Milliseconds of an expert of released width, eight at a time."""
-    page = LATENT * INNER // 2
+    page = LATENT * INNER // 2  # packed bytes of one weight
     act = Activation("situ", 4.0, 25.0)
-    shapes = ((INNER, LATENT), (INNER, LATENT), (LATENT, INNER))
+    pages = [memory[i * page :] for i in range(memory.numel() // page)]
     jobs = [
-        Job(*(weight("mxfp4", memory[(3 * i + j) * page :], *s) for j, s in enumerate(shapes)))
-        for i in range(min(8, memory.numel() // (3 * page)))
+        Job(
+            weight("mxfp4", gate, INNER, LATENT),
+            weight("mxfp4", up, INNER, LATENT),
+            weight("mxfp4", down, LATENT, INNER),
+        )
+        for gate, up, down in zip(pages[0:24:3], pages[1:24:3], pages[2:24:3], strict=False)
     ]
     x, found = torch.randn(512, LATENT).bfloat16(), []
     for name, counts in (("decode", (1, 4)), ("prefill", (1, 9, 32, 128, 350))):
         for count in counts:
             picked = [job._replace(rows=torch.randperm(512)[:count]) for job in jobs]
-            call = {"": lambda p=picked, d=name == "decode": experts(x, p, act, workers, d)}
-            seconds = best(call, 4)[""] / len(jobs)
+            call = partial(experts, x, picked, act, workers, name == "decode")
+            seconds = best({"": call}, 4)[""] / len(jobs)
             macs, touched = count * 3 * LATENT * INNER, 3 * page * 17 / 16
             found.append(
                 {"kind": name, "rows": count, "ms": round(seconds * 1e3, 3),

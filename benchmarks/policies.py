@@ -17,6 +17,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def recorded(trace: Trace) -> list[Step]:
     return steps(trace.layers.tolist(), trace.chosen, trace.best, trace.codes)
 
 
-def greedy(tokens: int) -> Trace:
+def greedy(tokens: int) -> list[Step]:
     """The embedded model goes on after each prompt."""
     import k3offload
 
@@ -134,8 +135,11 @@ def greedy(tokens: int) -> Trace:
             recorder.close()
         trace = read_trace(Path(folder) / "t")
     rows = np.flatnonzero(trace.decode)
-    decoded = {name: getattr(trace, name)[rows] for name in ("chosen", "best", "codes")}
-    return Trace(**{**vars(trace), **decoded})
+    return steps(trace.layers.tolist(), trace.chosen[rows], trace.best[rows], trace.codes[rows])
+
+
+def _belady(run: Sequence[Step], slots: int) -> CachePolicy:
+    return Belady(run)
 
 
 def compare(
@@ -143,10 +147,11 @@ def compare(
 ) -> dict[str, Any]:
     """For each capacity: misses of each policy, share of the gap closed, microseconds a request."""
     result: dict[str, Any] = {}
+    makers: dict[str, Callable[[int], CachePolicy]] = {**policies, "belady": partial(_belady, run)}
     for capacity in CAPACITIES:
         slots = max(1, round(capacity * pages))
         misses, cost = {}, {}
-        for name, make in {**policies, "belady": lambda slots: Belady(run)}.items():
+        for name, make in makers.items():
             begin = time.process_time()
             counts = replay(run, make(slots), slots)
             misses[name] = counts.misses
@@ -182,18 +187,17 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     policies = {name: modules[name].Policy for name in dict.fromkeys(["lru", *given.policy])}
+    pages = LAYERS * EXPERTS
     runs: list[tuple[str, int, Callable[[], list[Step]]]] = []
     for path in given.trace or [HELD_OUT]:
         trace = read_trace(path)
-        pages = len(trace.layers) * trace.experts
-        runs.append((path.stem, pages, lambda trace=trace: recorded(trace)))
+        runs.append((path.stem, len(trace.layers) * trace.experts, partial(recorded, trace)))
     if given.greedy:
-        runs.append(("greedy", LAYERS * EXPERTS, lambda: recorded(greedy(given.greedy))))
+        runs.append(("greedy", pages, partial(greedy, given.greedy)))
     if given.made:
-        for name, chosen in made(2000).items():
-            runs.append((name, LAYERS * EXPERTS, lambda chosen=chosen: made_steps(chosen)))
-    for name, pages, make in runs:
-        figures = compare(make(), pages, policies)
+        runs += [(name, pages, partial(made_steps, run)) for name, run in made(2000).items()]
+    for name, count, make in runs:
+        figures = compare(make(), count, policies)
         print(json.dumps({name: figures}) if given.json else "\n".join(table(name, figures)))
 
 

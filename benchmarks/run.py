@@ -95,6 +95,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="k3-bench-") as folder:
         facts = {**machine(), **run(size, Path(folder))}
     print(json.dumps(facts, indent=2))
+    note(facts)
+
+
+def note(facts: dict[str, Any]) -> None:
+    """Append one line to the results of this processor."""
     name = re.sub(r"[^a-z0-9]+", "-", facts["cpu"].lower()).strip("-")
     results = ROOT / "results"
     results.mkdir(exist_ok=True)

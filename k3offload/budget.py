@@ -10,6 +10,7 @@ from .budget_kernels import ITEM, Backend, glu_bytes, kept_buffers, mlps, thread
 from .config import GROUP_ROWS, LATENT_BLOCK, READ_ALIGN, ROW_TILE, align_up
 from .layout import EMBED, HEAD, Layout, arena_size, head_buffers, head_tensors, quantising
 from .scheduler.plan import Demand
+from .scheduler.reuse import memory
 from .spec import ModelSpec
 from .tiers.base import Location
 from .tiers.tier_disk import READERS, STAGING, windows
@@ -30,9 +31,10 @@ def demand_of(
     extra: int = 0,
     trunk: str = "bfloat16",
     backend: Backend = BACKEND,
+    policy: str = "reuse",
 ) -> Demand:
     """The demand of ``layout`` for ``sessions`` sequences of up to ``context`` tokens, activations
-    in ``dtype``, the trunk held in the precision ``trunk``."""
+    in ``dtype``, the trunk held in the precision ``trunk``, slots kept by ``policy``."""
     spec, every, slot = layout.spec, layout.globals(), slot_size(layout)
     return Demand(
         base=base,
@@ -46,11 +48,19 @@ def demand_of(
         state=sessions * state_bytes(spec, dtype, context),
         working=lambda rows: working_set(spec, dtype, rows, sessions, backend),
         slot=slot,
+        tables=policy_bytes(spec, policy),
         slot_objects=SLOT_OBJECTS if slot else 0,
         experts=spec.expert_count,
         top_k=spec.moe.top_k if spec.moe else 0,
         extra=extra,
     )
+
+
+def policy_bytes(spec: ModelSpec, policy: str) -> int:
+    """Bytes that the cache policy remembers beside a few hundred for each slot."""
+    if spec.moe is None or policy != "reuse":
+        return 0
+    return memory(len(spec.moe_layers), spec.moe.experts)
 
 
 def state_bytes(spec: ModelSpec, dtype: str, context: int) -> int:

@@ -26,7 +26,8 @@ KERNEL_CODE = 350_000  #: bytes the matrix library keeps for each shape of a bfl
 ITEM = {"bfloat16": 2, "float32": 4}
 X_ROWS = 32  #: rows that the native row kernels widen at a time
 PANEL_ROWS = 16  #: rows that the matrix unit takes at a time
-ROWS_BYTES, TILES_BYTES = 16 << 20, 32 << 20  #: native intermediates of experts at a time
+ROWS_BYTES = 16 << 20  #: intermediates of the native row kernels at a time
+CALL_JOBS = 16  #: experts of one call: as many as a lease hands out at once
 THREAD_BYTES = 7 << 19  #: results and packed weights of a native thread
 
 
@@ -39,7 +40,7 @@ class Backend(NamedTuple):
 
 def thread_bytes(spec: ModelSpec, dtype: str, threads: int, backend: Backend) -> int:
     """Scratch of the compute threads and code that the matrix library makes for each shape."""
-    heads = _attend_bytes(spec, threads)
+    heads = _attend_bytes(spec, threads, backend)
     if backend.native:
         up = HEAD_GROUP * (spec.mla.nope + spec.mla.v) * spec.mla.kv_lora
         code = KERNEL_CODE * (1 + min(1, up / 2**19)) if dtype == "bfloat16" else 0
@@ -68,13 +69,13 @@ def _torch_tiles(spec: ModelSpec, dtype: str, threads: int) -> int:
     return min(threads, tiles) * (float_tile + coded) + int(code)
 
 
-def _attend_bytes(spec: ModelSpec, threads: int) -> int:
+def _attend_bytes(spec: ModelSpec, threads: int, backend: Backend) -> int:
     """What the compute threads hold while each attends with a group of heads, float32."""
     m, kda = spec.mla, spec.kda
     groups = -(-m.heads // HEAD_GROUP)
     block = HEAD_GROUP * LATENT_BLOCK * (2 * (m.nope + m.v) + m.nope + m.rope + 2 * ROW_TILE) * 4
     rows = ROW_TILE * (18 * kda.head_dim + 4 * ROW_TILE) * 4  # sums in float64 count twice
-    chunk = HEAD_GROUP * (rows + SUB_BLOCK**2 * kda.head_dim * 16)
+    chunk = 0 if backend.native else HEAD_GROUP * (rows + SUB_BLOCK**2 * kda.head_dim * 16)
     return min(threads, groups) * max(block, chunk)
 
 
@@ -86,12 +87,13 @@ def _one_of_each(spec: ModelSpec) -> list[TensorSpec]:
 
 
 class Mlp(NamedTuple):
-    """A feed-forward part: widths, rows of one call, and rows of what it is called with."""
+    """A feed-forward part: widths, rows of one call, rows of what it is called with, experts."""
 
     width: int
     inner: int
     rows: int
     given: int
+    jobs: int = 1
 
 
 def mlps(spec: ModelSpec, rows: int) -> list[Mlp]:
@@ -100,7 +102,7 @@ def mlps(spec: ModelSpec, rows: int) -> list[Mlp]:
     parts = [Mlp(spec.hidden, spec.dense_width, group, group)]
     if m is not None:
         parts.append(Mlp(spec.hidden, m.shared_width, group, group))
-        parts.append(Mlp(m.io, m.width, min(rows * m.top_k, CALL_ROWS), rows))
+        parts.append(Mlp(m.io, m.width, min(rows * m.top_k, CALL_ROWS), rows, CALL_JOBS))
     return parts
 
 
@@ -123,10 +125,8 @@ def kept_buffers(spec: ModelSpec, dtype: str, rows: int, decoding: int, backend:
         rounded = max(rounded, min(taken, most) * part.inner * a)
     if by_tiles:
         x = max(x, align_up(min(rows, GROUP_ROWS), PANEL_ROWS) * widest * 2)
-        for part in parts:
-            whole = align_up(part.rows, PANEL_ROWS) * (part.width + part.inner) * 2
-            split = min(part.rows * PANEL_ROWS * (part.width + part.inner) * 2, TILES_BYTES)
-            x = max(x, whole if part.rows == part.given else max(whole, split))
+        for part in parts:  # each expert of a call fills its last panel up
+            x = max(x, (part.rows + PANEL_ROWS * part.jobs) * (part.width + part.inner) * 2)
     return x + middle + rounded
 
 

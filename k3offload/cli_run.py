@@ -155,7 +155,7 @@ def _open(
     """The engine, once every option is known to make sense."""
     from .engine import open_engine
     from .options import Options, Watch
-    from .report import lowered, plan_lines
+    from .plan_text import lowered, plan_lines
 
     ram = None if how.ram is None else parse_size(how.ram)
     cache = None if how.cache is None else parse_size(how.cache)

@@ -168,6 +168,7 @@ class Engine:
             context=options.context,
             sessions=options.sessions,
             extra=options.extra,
+            policy=options.policy,
             backend=Backend(self.kernels.chosen["experts"] == NATIVE, self.kernels.isa == "amx"),
         )
         self.plan: Plan = make_plan(demand, limits_of(machine, options))

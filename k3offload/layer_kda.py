@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from .arena import LayerWeights
 from .kernels.choose import Kernels
 from .kernels.rows import by_lanes
 from .scheduler.sweep import Group, Part
 from .spec import ModelSpec
 from .state import SequenceState
-from .weights import LayerWeights
 
 
 def kda(

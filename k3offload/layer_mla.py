@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from .arena import LayerWeights
 from .config import HEAD_GROUP, LATENT_BLOCK, ROW_TILE
 from .kernels.attend_reference import Partial, attend
 from .kernels.choose import Kernels
@@ -22,7 +23,6 @@ from .kernels.workers import Workers
 from .scheduler.sweep import Group, Part
 from .spec import MlaSpec, ModelSpec
 from .state import Latents, SequenceState
-from .weights import LayerWeights
 
 
 def mla(

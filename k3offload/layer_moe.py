@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .arena import LayerWeights
 from .config import CALL_ROWS, ROW_TILE
 from .kernels.choose import Kernels
 from .kernels.experts_reference import Job
@@ -22,7 +23,6 @@ from .scheduler.store import ExpertStore
 from .scheduler.sweep import Group
 from .spec import ModelSpec
 from .tiers.base import Buffer, PageId
-from .weights import LayerWeights
 
 ExpertWeights = Callable[[PageId, Buffer], tuple[Weight, Weight, Weight]]  #: gate, up, down
 #: layer, group, experts [R, k], weights [R, k], scores [R, E] float32, by which they were chosen
@@ -124,7 +124,7 @@ def _places(experts: torch.Tensor, layer: int) -> dict[PageId, torch.Tensor]:
     flat = experts.view(-1)
     order = torch.argsort(flat, stable=True)
     numbers, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    parts = order.split(counts.tolist())
+    parts = torch.split(order, counts.tolist())
     return {
         PageId(layer, number): places
         for number, places in zip(numbers.tolist(), parts, strict=True)
@@ -162,7 +162,7 @@ def _calls(places: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Ten
     call: list[tuple[int, torch.Tensor]] = []
     room = CALL_ROWS
     for i, own in enumerate(places):
-        for piece in own.split(CALL_ROWS) if len(own) else ():
+        for piece in torch.split(own, CALL_ROWS) if len(own) else ():
             if len(piece) > room:
                 yield call
                 call, room = [], CALL_ROWS

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from .config import GROUP_ROWS, HEAD_GROUP, KDA_CHUNK, LATENT_BLOCK, ROW_TILE
 from .engine import DTYPES, load
+from .kernels import native
 from .kernels.attend_reference import Partial, attend
 from .kernels.choose import Kernels
 from .kernels.experts_reference import Job
@@ -60,9 +61,11 @@ class Memory:
 
 
 def memory(threads: int) -> Memory:
-    """The bandwidth of main memory: products of vectors, and copies, ``CHUNK`` bytes a thread."""
-    pairs = [part.chunk(2) for part in _arena().view(torch.float32).chunk(ARENA // CHUNK)]
-    workers = Workers(threads)
+    """The bandwidth of main memory: the faster of the native scan, where there is one, and products
+    of vectors; and copies.  ``CHUNK`` bytes a thread at a time."""
+    arena = _arena()
+    pairs = [part.chunk(2) for part in arena.view(torch.float32).chunk(ARENA // CHUNK)]
+    workers, size = Workers(threads), min(ARENA, threads * CHUNK)
 
     def every_thread(work: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
         """Bytes of pairs a second that go through ``work``."""
@@ -75,8 +78,13 @@ def memory(threads: int) -> Memory:
 
         return threads * CHUNK / typical(call)
 
+    def scan(i: int) -> None:
+        native.read(workers, arena.data_ptr() + i % (ARENA // size) * size, size)
+
     with single_threaded():
         read, copied = every_thread(torch.dot), every_thread(lambda a, b: b.copy_(a))
+    if native.available():
+        read = max(read, size / typical(scan))
     workers.close()
     return Memory(threads, read, copied / 2)
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .arena import LayerWeights
 from .config import ROW_TILE
 from .errors import K3Error, NumericError
 from .kernels.choose import Kernels
@@ -25,7 +26,7 @@ from .scheduler.store import ExpertStore
 from .scheduler.sweep import Group, Part, Span, pack
 from .spec import LayerSpec
 from .state import SequenceState
-from .weights import LayerWeights, Weights
+from .weights import Weights
 
 Floats = npt.NDArray[np.float32]
 

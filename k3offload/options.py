@@ -13,7 +13,7 @@ from .scheduler.schedule import predictor_named
 
 DTYPES = ("bfloat16", "float32")  #: of the activations
 THREADS_PER_PROCESSOR = 4
-POLICY, PREDICT = "lru", "combined"  #: chosen by measurement, see LOG.md
+POLICY, PREDICT = "reuse", "combined"  #: chosen by measurement, see LOG.md
 
 
 @dataclass(frozen=True)

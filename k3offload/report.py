@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,44 +11,12 @@ from .config import show_size
 from .engine import Engine
 from .kernels.choose import NATIVE
 from .machine import peak_rss
-from .scheduler.plan import Plan
 
 
 def kernel_read_bytes() -> int:
     """Bytes the kernel says this process has read from storage (``/proc/self/io``)."""
     counters = psutil.Process().io_counters()
     return int(counters.read_bytes)
-
-
-def lowered(plan: Plan, cache: int | None, sweep: int) -> list[str]:
-    """What was asked for (``cache`` in bytes, ``sweep`` in tokens) and is less in the plan."""
-    notes = []
-    if cache is not None and not plan.experts:
-        notes.append("--cache has no effect: this model has no routed experts.")
-    elif cache is not None and plan.slots < min(plan.experts, cache // plan.slot_bytes):
-        notes.append(
-            f"--cache {cache:,} is lowered to {plan.slots * plan.slot_bytes:,} bytes, "
-            f"{plan.slots:,} experts: more does not fit."
-        )
-    if sweep > plan.sweep_rows:
-        notes.append(f"--sweep is lowered to {plan.sweep_rows} tokens: more does not fit.")
-    return notes
-
-
-def plan_facts(plan: Plan, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """The memory plan as plain data; sizes in bytes.  ``notes`` join those of the plan."""
-    return {
-        "limit": plan.limit,
-        "total": plan.total,
-        "purposes": dict(plan.purposes),
-        "expert_slots": plan.slots,
-        "experts": plan.experts,
-        "resident_layers": sorted(plan.resident_layers),
-        "embed_resident": plan.embed_resident,
-        "head_resident": plan.head_resident,
-        "sweep_tokens": plan.sweep_rows,
-        "notes": [*plan.notes, *notes],
-    }
 
 
 def tier_facts(engine: Engine) -> dict[str, Any]:
@@ -87,26 +54,6 @@ def kernel_line(engine: Engine) -> str:
 def memory_facts(engine: Engine) -> dict[str, int]:
     """Planned and measured memory of this process, bytes."""
     return {"planned": engine.planned, "limit": engine.plan.limit, "peak_rss": peak_rss()}
-
-
-def plan_lines(plan: Plan, notes: Sequence[str] = ()) -> list[str]:
-    """The plan as a person reads it, printed before anything is loaded."""
-    width = max(len(name) for name, _ in plan.purposes)
-    lines = [f"note: {note}" for note in [*plan.notes, *notes]]
-    lines.append(f"memory plan, {show_size(plan.limit)} allowed:")
-    lines += [f"  {name:{width}}  {show_size(size):>8}" for name, size in plan.purposes if size]
-    lines.append(f"  {'sum':{width}}  {show_size(plan.total):>8}")
-    if plan.experts:
-        share = 100 * plan.slots / plan.experts
-        lines.append(f"  {plan.slots:,} of {plan.experts:,} experts fit in RAM ({share:.3g} %)")
-    streamed = len(plan.layer_sizes) - len(plan.resident_layers)
-    if streamed:
-        size = sum(s for i, s in enumerate(plan.layer_sizes) if i not in plan.resident_layers)
-        lines.append(
-            f"  the trunk of {streamed} of {len(plan.layer_sizes)} layers is read anew for each "
-            f"sweep ({show_size(size)})"
-        )
-    return lines
 
 
 def tier_lines(engine: Engine) -> list[str]:

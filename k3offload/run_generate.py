@@ -10,14 +10,13 @@ from typing import Any
 from .engine import Engine
 from .errors import K3Error, UsageError
 from .generate import Done, Prefill, Token
+from .plan_text import lowered, plan_facts
 from .progress import Meter, Progress, write_out
 from .report import (
     kernel_facts,
     kernel_line,
     kernel_read_bytes,
-    lowered,
     memory_facts,
-    plan_facts,
     tier_facts,
     tier_lines,
 )

@@ -118,6 +118,13 @@ def pool(workers: Workers) -> int | None:
     return made
 
 
+def scratch_held() -> int:
+    """Bytes of scratch memory that the library's callers and threads hold now."""
+    call = loaded().k3_scratch_held
+    call.restype = ctypes.c_int64
+    return int(call())
+
+
 def read(workers: Workers, address: int, size: int) -> int:
     """Read ``size`` bytes at ``address`` once with all threads, to measure what memory gives;
     returns their sum as 64-bit words."""

@@ -31,7 +31,7 @@ def fill_up(x: torch.Tensor) -> torch.Tensor:
 def by_tiles(f: Callable[..., torch.Tensor], *arrays: torch.Tensor) -> torch.Tensor:
     """``f`` of tiles of 64 rows of ``arrays`` (each [R, ...]), put together to [R, ...]."""
     rows = arrays[0].shape[0]
-    tiles = zip(*(fill_up(a).split(ROW_TILE) for a in arrays), strict=True)
+    tiles = zip(*(torch.split(fill_up(a), ROW_TILE) for a in arrays), strict=True)
     return torch.cat([f(*tile) for tile in tiles])[:rows]
 
 

@@ -135,7 +135,7 @@ class Ranked(ABC):
         """Candidates, the best first, with the kind of guess they are; a page that is named twice
         is as sure as the surer of the two."""
 
-    def outcome(self, hit: bool) -> None:
+    def outcome(self, hit: bool) -> None:  # noqa: B027, a place to hook in
         """A page that was named turned out to be asked for, or not."""
 
     def guess(self, layer: int, hints: Hints) -> list[Guess]:

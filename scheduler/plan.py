@@ -31,6 +31,7 @@ class Demand:
     experts: int  # routed experts in all
     top_k: int
     extra: int = 0  # what the caller keeps beside the engine
+    tables: int = 0  # what the cache policy remembers
     slot_objects: int = 0  # what the engine remembers about the page in a slot
 
     @property
@@ -91,7 +92,7 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
     """The plan for ``demand`` under ``limits``; raises ``DoesNotFit`` with the missing bytes."""
     rows = align_up(max(1, limits.rows), ROW_TILE)
     fixed = demand.base + demand.tiles + demand.staging + demand.small
-    fixed += demand.state + demand.extra
+    fixed += demand.state + demand.extra + demand.tables
     one = demand.place if demand.experts else 0
     ring = max(demand.layers)
     least = fixed + demand.working(ROW_TILE) + one + ring + _head_buffer(demand)
@@ -120,6 +121,7 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
         ("trunk, streaming buffers", trunk.buffers),
         ("sequence state and latents", demand.state),
         ("kept for the caller", demand.extra),
+        ("cache policy", demand.tables),
         (f"working set of a sweep of {rows} tokens", demand.working(rows)),
         (f"{slots} expert slots", slots * demand.place),
     )

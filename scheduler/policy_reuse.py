@@ -19,7 +19,7 @@ from .reuse import Experts, Reuse, Scores
 from .reuse_guard import Guard
 from .reuse_rank import Rank
 
-SLACK = 2  #: misses against LRU that are risked after a trial
+SLACK = 8  #: misses against LRU that are risked after a trial
 STAKE = (48, 256)  #: bounds of the misses to be won in a trial; half of the slots in between
 SHARE = 20  #: and they are one in so many of LRU's misses of late, at least
 KEEP_LOW, KEEP_HIGH = 0.6, 0.95  #: bounds of a value's decay from one visit to the next
@@ -66,8 +66,10 @@ class Policy:
         if self._thought is not None:
             victim = self._guard.safest(busy)
         else:
-            victim = self._rank.least(busy)
-            if victim is None or not self._guard.allows(victim):
+            bold = self._rank.least(busy)
+            if bold is not None and self._guard.allows(bold):
+                victim = bold
+            else:
                 victim = self._guard.spare(busy, self._rank.worth)
             self._rank.remove(victim)
         self._guard.remove(victim)

@@ -47,6 +47,20 @@ _HALF = np.array([*USES, *SCORES], np.float64)
 RATES: F32 = np.array([*(1 - 0.5 ** (1 / _HALF)), 1 - RECENT], np.float32)[:, None]
 
 
+def memory(layers: int, experts: int) -> int:
+    """Bytes that the models of ``layers`` layers of ``experts`` experts take."""
+    count = layers * experts
+    width = _width(count) + 1
+    numbers = OWN + (AHEAD + 1) * FEATURES + BLOCK + 2 + width
+    return count * (4 * numbers + AHEAD + 1 + 8) + 3 * 4 * width**2
+
+
+def _width(experts: int) -> int:
+    """How wide the context is for so many experts in all layers."""
+    low, high = WIDTHS
+    return min(max(WEIGHTS // max(1, experts), low), high)
+
+
 def times(a: F32, b: F32) -> F32:
     """``a @ b`` in pieces so small that the BLAS stays on the calling thread: its own threads spin
     for a while after each product and would take the processors from the model."""
@@ -142,8 +156,7 @@ class Reuse:
 
     def _begin(self) -> None:
         """The sizes are known: choose how wide the context is."""
-        low, high = WIDTHS
-        width = min(max(WEIGHTS // sum(self._sizes.values()), low), high)
+        width = _width(sum(self._sizes.values()))
         self._context = np.zeros(width, np.float32)
         self._inverse = np.eye(width + 1, dtype=np.float32) / np.float32(PRIOR)
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from ..tiers.base import PageId
-from .reuse import F32
+from .reuse import F32, Experts
 
 INF = np.float32(np.inf)
 LEAST = np.float32(1e-4)  #: values below are alike
@@ -59,7 +58,7 @@ class Rank:
         self._row(layer, 0)
         self._look()
 
-    def revalue(self, layer: int, value: F32, leased: npt.NDArray[np.int64]) -> list[PageId]:
+    def revalue(self, layer: int, value: F32, leased: Experts) -> list[PageId]:
         """New values of a layer's experts 0, 1, ...  The ``leased`` experts stay out of the choice
         until the next call; returns their pages."""
         row = self._row(layer, len(value) - 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 
 from k3offload.kernels.int8 import Int8Weight
@@ -11,8 +9,6 @@ from k3offload.kernels.int8 import decode as decode_int8
 from k3offload.kernels.linear_reference import DenseWeight, Weight
 from k3offload.kernels.mxfp4 import Mxfp4Weight
 from k3offload.kernels.mxfp4 import decode as decode_mxfp4
-
-Movable = TypeVar("Movable", torch.Tensor, Weight)
 
 
 def draw(kind: str, n: int, k: int, seed: int = 0) -> Weight:
@@ -37,17 +33,19 @@ def exact(weight: Weight) -> torch.Tensor:
     return weight.tensor.double()
 
 
-def moved(what: Movable, shift: int) -> Movable:
+def moved(tensor: torch.Tensor, shift: int) -> torch.Tensor:
     """The same numbers ``shift`` elements behind the beginning of a block of memory."""
-    if isinstance(what, torch.Tensor):
-        memory = torch.zeros(what.numel() + shift, dtype=what.dtype)
-        return memory[shift:].view(what.shape).copy_(what)
-    if isinstance(what, Mxfp4Weight):
-        return Mxfp4Weight(moved(what.packed, shift), moved(what.scale, shift))
-    if isinstance(what, Int8Weight):
-        return Int8Weight(moved(what.q, shift), moved(what.scale, shift))
-    assert isinstance(what, DenseWeight)
-    return DenseWeight(moved(what.tensor, shift), aligned=False)
+    memory = torch.zeros(tensor.numel() + shift, dtype=tensor.dtype)
+    return memory[shift:].view(tensor.shape).copy_(tensor)
+
+
+def moved_weight(weight: Weight, shift: int) -> Weight:
+    if isinstance(weight, Mxfp4Weight):
+        return Mxfp4Weight(moved(weight.packed, shift), moved(weight.scale, shift))
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(moved(weight.q, shift), moved(weight.scale, shift))
+    assert isinstance(weight, DenseWeight)
+    return DenseWeight(moved(weight.tensor, shift), aligned=False)
 
 
 #: A program: every product with operands that end at a page nobody may read; then shows that

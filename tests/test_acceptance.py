@@ -91,7 +91,7 @@ def test_peak_is_within_the_plan(generated: dict[str, Any]) -> None:
     assert len(plan["resident_layers"]) < LAYERS and not plan["embed_resident"]
     assert memory["peak_rss"] <= memory["planned"] <= memory["limit"]
     idle = 64 * 163_840 * 4 * 2  # a sweep may keep 64 rows of logits, and this one keeps one
-    assert memory["peak_rss"] >= memory["planned"] - idle
+    assert memory["peak_rss"] >= memory["planned"] - idle - 32 * MB
 
 
 def test_requests_and_bytes_of_streaming(folder: Path, generated: dict[str, Any]) -> None:
@@ -123,7 +123,9 @@ def test_the_kernel_agrees_about_what_was_read() -> None:
     if set(disk["modes"].values()) != {"direct"}:
         pytest.skip("the file system of the temporary folder refuses direct reads")
     experts, kernel = ram["experts"], answer["kernel_read_bytes"]
-    assert experts["bytes"] == experts["misses"] * Checkpoint.open(folder).expert_bytes > 20 * MB
+    demanded = experts["bytes"] - experts["prefetch_bytes"]
+    assert demanded == experts["misses"] * Checkpoint.open(folder).expert_bytes
+    assert experts["bytes"] > 20 * MB
     useful = sum(kind["bytes"] for kind in ram.values())
     assert useful == experts["bytes"]  # all else is resident, and loading is no request
     assert disk["alignment_overhead_bytes"] < 2 * READ_ALIGN * disk["reads"]

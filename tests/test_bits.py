@@ -20,6 +20,7 @@ import torch
 import k3offload.layout
 from k3offload.engine import Engine, load
 from k3offload.model import Run
+from k3offload.options import Watch
 from k3offload.tiers.base import Buffer, PageId, Ticket
 from k3offload.tiers.tier_disk import DiskTier
 from tests.helpers_engine import (
@@ -207,7 +208,7 @@ def test_buffered_reads(base: Base, moment: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(os, *(("open", open_) if moment == "open" else ("preadv", preadv)))
     warnings: list[str] = []
-    watch = k3offload.engine.Watch(warn=warnings.append)
+    watch = Watch(warn=warnings.append)
     cache = 3 * base.engine.plan.slot_bytes
     with load(checkpoint(**BRIEF), dtype=base.dtype, cache=cache, watch=watch) as engine:
         base.check(engine)

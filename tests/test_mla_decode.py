@@ -32,7 +32,7 @@ def make(length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, t
 def in_blocks(latents: torch.Tensor, fill: float) -> list[torch.Tensor]:
     """Blocks of 256 rows, the rest of the last one filled with ``fill``."""
     blocks = []
-    for part in latents.split(LATENT_BLOCK):
+    for part in torch.split(latents, LATENT_BLOCK):
         block = torch.full((LATENT_BLOCK, latents.shape[1]), fill, dtype=latents.dtype)
         block[: len(part)] = part
         blocks.append(block)

@@ -170,7 +170,7 @@ def route(
     x = torch.zeros(64, 1)
     x[5] = 1.0
     with poisoned():
-        experts, weights = router(x, gate, torch.tensor(bias), top_k, renormalize, scale, SOLO)
+        experts, weights, _ = router(x, gate, torch.tensor(bias), top_k, renormalize, scale, SOLO)
     assert torch.isfinite(weights).all()
     return experts[5].tolist(), weights[5].tolist()
 

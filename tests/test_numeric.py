@@ -130,8 +130,9 @@ def test_a_bad_state_in_decode(engine: Engine, clean: Logits) -> None:
 @pytest.mark.parametrize("value", BAD[:2])
 def test_bad_logits_name_the_step(engine: Engine, value: float) -> None:
     """A head row that is not finite: every layer is sound, the sampler refuses."""
-    head = engine.weights._head_rows
-    assert head is not None
+    held = engine.weights._head_held
+    assert held is not None
+    head = held.tensor("lm_head.weight")
     kept = head[9].clone()
     head[9] = value
     with session_with(engine, OTHER) as session:

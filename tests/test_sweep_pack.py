@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3offload.config import KDA_CHUNK
-from k3offload.scheduler.sweep import GROUP_ROWS, Group, Part, Span, cut, pack
+from k3offload.config import GROUP_ROWS, KDA_CHUNK
+from k3offload.scheduler.sweep import Group, Part, Span, cut, pack
 
 prefill = st.builds(Span, st.integers(0, 700), st.integers(1, 400), st.just(False))
 decode = st.builds(Span, st.integers(0, 10**6), st.just(1), st.just(True))

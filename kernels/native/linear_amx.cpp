@@ -91,24 +91,26 @@ void block(const uint8_t* a, const uint8_t* b, int64_t b_apart, int64_t steps, f
 
 constexpr int64_t STEP_BYTES = 2 * TILE_BYTES;  // of a packed block: two tiles a step
 
-constexpr int64_t AHEAD = 512;  // bytes
-void ask(const uint8_t* from) {
-    _mm_prefetch(reinterpret_cast<const char*>(from) + AHEAD, _MM_HINT_T0);
+// Asks for a line of the block that comes next, which lies `ahead` bytes behind this one: it is in
+// the second cache when its turn comes.
+inline void ask(const uint8_t* from, int64_t ahead) {
+    _mm_prefetch(reinterpret_cast<const char*>(from) + ahead, _MM_HINT_T1);
 }
 
-void pack_bf16(const uint8_t* from, int64_t columns, uint8_t* out) {
+void pack_bf16(const uint8_t* from, int64_t ahead, int64_t columns, uint8_t* out) {
     int64_t i = 0;
     for (; i + 32 <= columns; i += 32, from += 64, out += STEP_BYTES) {
-        ask(from);
+        ask(from, ahead);
         _mm512_store_si512(out, _mm512_loadu_si512(from));
     }
     if (i < columns)
         _mm512_store_si512(out, _mm512_maskz_loadu_epi16((1u << (columns - i)) - 1, from));
 }
 
-void pack_int8(const uint8_t* from, const uint8_t* scale, int64_t columns, uint8_t* out) {
+void pack_int8(const uint8_t* from, int64_t ahead, const uint8_t* scale, int64_t columns,
+               uint8_t* out) {
     for (int64_t i = 0; i < columns; i += 32, from += 32, out += STEP_BYTES) {
-        ask(from);
+        if (i % 64 == 0) ask(from, ahead);
         uint16_t h;
         std::memcpy(&h, scale + i / 64 * 2, 2);
         const __m512 s = _mm512_set1_ps(from_bf16(h));
@@ -135,23 +137,34 @@ struct Codes {
     }
 };
 
-// A byte b becomes the word pair (b, b >> 4) by one shift; vpermw looks at the low 5 bits, which
-// is why the 16 codes stand twice.
-void pack_mxfp4(const uint8_t* from, const uint8_t* scale, int64_t columns, uint8_t* out) {
+// 32 columns: a byte b becomes the word pair (b, b >> 4) by one shift; vpermw looks at the low 5
+// bits, which is why the 16 codes stand twice.
+inline void pack_group(const uint8_t* from, const uint16_t* codes, uint8_t* out) {
+    auto* p = reinterpret_cast<const __m128i*>(from);
+    __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
+    bytes = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+    _mm512_store_si512(out, _mm512_permutexvar_epi16(bytes, _mm512_load_si512(codes)));
+}
+
+void pack_mxfp4(const uint8_t* from, int64_t ahead, const uint8_t* scale, int64_t columns,
+                uint8_t* out) {
     static const Codes codes;
-    for (int64_t i = 0; i < columns; i += 32, from += 16, scale++, out += STEP_BYTES) {
-        if (i % 128 == 0) ask(from);
-        auto* p = reinterpret_cast<const __m128i*>(from);
-        __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
-        bytes = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
-        const __m512i table = _mm512_load_si512(codes.of[*scale]);
-        _mm512_store_si512(out, _mm512_permutexvar_epi16(bytes, table));
+    int64_t g = 0;
+    for (; g + 4 <= columns / 32; g += 4, from += 64, scale += 4) {
+        ask(from, ahead);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++, out += STEP_BYTES)
+            pack_group(from + 16 * i, codes.of[scale[i]], out);
     }
+    for (; g < columns / 32; g++, from += 16, scale++, out += STEP_BYTES)
+        pack_group(from, codes.of[*scale], out);
 }
 
 // Weight rows [begin, begin + BLOCK_ROWS) and columns [from, from + columns); zeros below the
-// last row.
-void pack_weight(const Weight& w, int64_t begin, int64_t from, int64_t columns, uint8_t* out) {
+// last row.  The next block begins `rows` rows and `further` columns behind.
+void pack_weight(const Weight& w, int64_t begin, int64_t from, int64_t columns, int64_t rows,
+                 int64_t further, uint8_t* out) {
+    const int64_t ahead = rows * w.row_bytes() + further * w.row_bytes() / w.k;
     for (int64_t r = 0; r < BLOCK_ROWS; r++) {
         uint8_t* to = out + r / TILE_ROWS * TILE_BYTES + r % TILE_ROWS * 64;
         if (begin + r >= w.n) {
@@ -159,35 +172,18 @@ void pack_weight(const Weight& w, int64_t begin, int64_t from, int64_t columns, 
                 _mm512_store_si512(to, _mm512_setzero_si512());
             continue;
         }
-        const uint8_t* row = w.row(begin + r);
-        if (w.kind == W_BF16)
-            pack_bf16(row + 2 * from, columns, to);
-        else if (w.kind == W_INT8)
-            pack_int8(row + from, w.row_scale(begin + r) + from / 64 * 2, columns, to);
-        else
-            pack_mxfp4(row + from / 2, w.row_scale(begin + r) + from / 32, columns, to);
-    }
-}
-
-// Asks for the weights of the next block while this one is computed, a row at a time.
-struct Ahead {
-    const Weight& w;
-    int64_t row, last, offset, bytes;
-
-    Ahead(const Weight& w, int64_t begin, int64_t from, int64_t columns)
-        : w(w), row(begin), last(begin + BLOCK_ROWS < w.n ? begin + BLOCK_ROWS : w.n),
-          offset(from * w.row_bytes() / w.k), bytes(columns * w.row_bytes() / w.k) {}
-
-    void fetch(int64_t rows) {
-        for (; rows > 0 && row < last; rows--, row++) {
-            auto* p = reinterpret_cast<const char*>(w.row(row)) + offset;
-            for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
-            if (w.scale_bytes())
-                _mm_prefetch(reinterpret_cast<const char*>(w.row_scale(row)) +
-                                 offset * w.scale_bytes() / w.row_bytes(), _MM_HINT_T1);
+        const uint8_t *row = w.row(begin + r), *scale = w.row_scale(begin + r);
+        if (w.kind == W_BF16) {
+            pack_bf16(row + 2 * from, ahead, columns, to);
+        } else if (w.kind == W_INT8) {
+            ask(scale + from / 64 * 2, rows * w.scale_bytes());
+            pack_int8(row + from, ahead, scale + from / 64 * 2, columns, to);
+        } else {
+            ask(scale + from / 32, rows * w.scale_bytes());
+            pack_mxfp4(row + from / 2, ahead, scale + from / 32, columns, to);
         }
     }
-};
+}
 
 // ---- results ----
 
@@ -254,19 +250,16 @@ struct Product {
     float* c;
     uint8_t* room;
 
-    // Weight rows [i, i + BLOCK_ROWS) times block b of the columns; `rows` of `ahead` are asked for
-    // with each pair of tiles of x.
-    void part(int64_t i, int64_t b, Ahead& ahead, int64_t rows) const {
-        pack_weight(w, i, b * DEPTH, x.columns(b), room);
+    // Weight rows [i, i + BLOCK_ROWS) times block b of the columns.
+    void part(int64_t i, int64_t b, int64_t next_rows, int64_t next_columns) const {
+        pack_weight(w, i, b * DEPTH, x.columns(b), next_rows, next_columns, room);
         const int64_t across = x.tiles(), apart = x.steps(b) * TILE_BYTES;
         float* to = c + (i - begin) / TILE_ROWS * across * 256;
-        for (int64_t j = 0; j < across; j += 2) {
-            ahead.fetch(rows);
+        for (int64_t j = 0; j < across; j += 2)
             if (j + 1 < across)
                 block<2>(room, x.at(b, j), apart, x.steps(b), to + j * 256, across * 256, b == 0);
             else
                 block<1>(room, x.at(b, j), apart, x.steps(b), to + j * 256, across * 256, b == 0);
-        }
     }
 };
 
@@ -276,22 +269,15 @@ void Amx::multiply(const Weight& w, int64_t begin, int64_t end, const Panel& x, 
                    uint8_t* room) {
     const Tiles tiles;
     const Product product{w, begin, end, x, c, room};
-    const int64_t pairs = ceil_div(x.tiles(), 2), blocks = x.blocks();
     if (x.rows <= FEW_ROWS) {  // memory is the limit: whole weight rows, in the order they lie
-        for (int64_t i = begin; i < end; i += BLOCK_ROWS) {
-            Ahead ahead(w, i + BLOCK_ROWS, 0, w.k);
-            for (int64_t b = 0; b < blocks; b++)
-                product.part(i, b, ahead, ceil_div(BLOCK_ROWS, pairs * blocks));
-        }
+        for (int64_t i = begin; i < end; i += BLOCK_ROWS)
+            for (int64_t b = 0; b < x.blocks(); b++) product.part(i, b, BLOCK_ROWS, 0);
         return;
     }
-    for (int64_t b = 0; b < blocks; b++)
+    for (int64_t b = 0; b < x.blocks(); b++)
         for (int64_t i = begin; i < end; i += BLOCK_ROWS) {
             const bool down = i + BLOCK_ROWS < end;
-            const int64_t next = down ? b : b + 1;
-            const int64_t columns = next < blocks ? x.columns(next) : 0;
-            Ahead ahead(w, down ? i + BLOCK_ROWS : begin, next * DEPTH, columns);
-            product.part(i, b, ahead, ceil_div(BLOCK_ROWS, pairs));
+            product.part(i, b, down ? BLOCK_ROWS : begin - i, down ? 0 : DEPTH);
         }
 }
 

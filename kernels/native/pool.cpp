@@ -23,10 +23,19 @@ namespace k3 {
 
 namespace {
 
+std::atomic<int64_t> held{0};  // bytes of all threads' scratch memory
+
 struct Buffer {
     void* memory = nullptr;
     size_t size = 0;
-    ~Buffer() { std::free(memory); }
+
+    void resize(size_t bytes) {
+        std::free(memory);
+        memory = bytes ? std::aligned_alloc(4096, bytes) : nullptr;
+        held += memory ? int64_t(bytes) - int64_t(size) : -int64_t(size);
+        size = memory ? bytes : 0;
+    }
+    ~Buffer() { resize(0); }
 };
 
 thread_local Buffer buffers[SCRATCH_SLOTS];
@@ -101,10 +110,7 @@ Isa isa() {
 void* scratch(int slot, size_t bytes) {
     Buffer& buffer = buffers[slot];
     if (buffer.size < bytes) {
-        size_t size = (bytes + 4095) & ~size_t(4095);
-        std::free(buffer.memory);
-        buffer.memory = std::aligned_alloc(4096, size);
-        buffer.size = buffer.memory ? size : 0;
+        buffer.resize((bytes + 4095) & ~size_t(4095));
         if (!buffer.memory) throw std::bad_alloc();
     }
     return buffer.memory;
@@ -181,6 +187,8 @@ int alone(Task task, void* context, int64_t count) {
 K3_API int k3_abi() { return K3_ABI; }
 
 K3_API int k3_isa_runs(int which) { return k3::isa_runs(k3::Isa(which)); }
+
+K3_API int64_t k3_scratch_held() { return k3::held; }
 
 K3_API int k3_isa() { return k3::isa(); }
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from k3offload import registry
-from k3offload.config import ROW_TILE
-from k3offload.kernels.linear_reference import DenseWeight, tile_rows
+from k3offload.config import ROW_TILE, tile_rows
+from k3offload.kernels.linear_reference import DenseWeight
 from k3offload.kernels.workers import Workers, single_threaded
 from tests.helpers_ops import (
     OPS,
