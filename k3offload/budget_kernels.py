@@ -32,20 +32,23 @@ THREAD_BYTES = 7 << 19  #: results and packed weights of a native thread
 
 
 class Backend(NamedTuple):
-    """Which kernels compute: the native ones, and their matrix unit for rows of prompts."""
+    """Which kernels compute: native ones, their matrix unit for rows of prompts, torch ones."""
 
     native: bool = True
     matrix_unit: bool = False
+    torch: bool = False
 
 
 def thread_bytes(spec: ModelSpec, dtype: str, threads: int, backend: Backend) -> int:
     """Scratch of the compute threads and code that the matrix library makes for each shape."""
-    heads = _attend_bytes(spec, threads, backend)
+    total = _attend_bytes(spec, threads, backend)
     if backend.native:
         up = HEAD_GROUP * (spec.mla.nope + spec.mla.v) * spec.mla.kv_lora
         code = KERNEL_CODE * (1 + min(1, up / 2**19)) if dtype == "bfloat16" else 0
-        return heads + threads * THREAD_BYTES + int(code)
-    return heads + _torch_tiles(spec, dtype, threads)
+        total += threads * THREAD_BYTES + int(code)
+    if backend.torch:
+        total += _torch_tiles(spec, dtype, threads)
+    return total
 
 
 def _torch_tiles(spec: ModelSpec, dtype: str, threads: int) -> int:
@@ -75,7 +78,7 @@ def _attend_bytes(spec: ModelSpec, threads: int, backend: Backend) -> int:
     groups = -(-m.heads // HEAD_GROUP)
     block = HEAD_GROUP * LATENT_BLOCK * (2 * (m.nope + m.v) + m.nope + m.rope + 2 * ROW_TILE) * 4
     rows = ROW_TILE * (18 * kda.head_dim + 4 * ROW_TILE) * 4  # sums in float64 count twice
-    chunk = 0 if backend.native else HEAD_GROUP * (rows + SUB_BLOCK**2 * kda.head_dim * 16)
+    chunk = 0 if not backend.torch else HEAD_GROUP * (rows + SUB_BLOCK**2 * kda.head_dim * 16)
     return min(threads, groups) * max(block, chunk)
 
 
@@ -132,7 +135,7 @@ def kept_buffers(spec: ModelSpec, dtype: str, rows: int, decoding: int, backend:
 
 def glu_bytes(dtype: str, backend: Backend) -> tuple[int, int]:
     """Bytes for each number of a feed-forward part's inner width: of all rows, and of a tile."""
-    if backend.native:
+    if not backend.torch:
         return 0, 0
     a = ITEM[dtype]
     # gate, up and result; float32 copies of two, and four float32 results in the activation

@@ -15,7 +15,7 @@ from .errors import UsageError
 
 KDA_CHUNK: Final = 64  #: tokens of a KDA chunk, at absolute positions
 LATENT_BLOCK: Final = 256  #: tokens of an MLA latent block, at absolute positions
-ROW_TILE: Final = 64  #: rows of every matrix product; shorter tiles are padded with zeros
+ROW_TILE: Final = 64  #: rows of every torch product; shorter tiles are padded with zeros
 HEAD_GROUP: Final = 8  #: heads computed together, so that shapes never depend on the threads
 SUB_BLOCK: Final = 16  #: tokens of a chunk whose decays are taken pair by pair
 TILE_ELEMENTS: Final = 1 << 20  #: weights of a tile: 2 MB in bfloat16, a core's second cache

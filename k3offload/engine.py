@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -23,9 +25,10 @@ from .model import Hooks, Model, Run
 from .options import POLICY, PREDICT, Options, Watch, limits_of
 from .precision import choose_precision
 from .registry import implementations
+from .scheduler.counts import Counts
 from .scheduler.plan import Plan, make_plan
 from .scheduler.schedule import Schedule, predictor_named
-from .scheduler.store import Counts, ExpertStore
+from .scheduler.store import ExpertStore
 from .scheduler.sweep import cut
 from .session import Session
 from .spec import ModelSpec
@@ -125,6 +128,12 @@ def open_engine(
     return Engine(checkpoint, tokenizer, options, watch or Watch())
 
 
+def backend_of(kernels: Kernels) -> Backend:
+    """What the memory plan has to know about the kernels."""
+    backends = set(kernels.chosen.values())
+    return Backend(NATIVE in backends, kernels.isa == "amx", backends != {NATIVE})
+
+
 class Engine:
     """Loaded weights with tiers and store, shared by sessions.  Close it, or use ``with``."""
 
@@ -155,6 +164,7 @@ class Engine:
     def _load(self, checkpoint: Checkpoint) -> None:
         """Measure, plan, say the plan, and claim what it says."""
         options = self.options
+        self._predictor = self._make_predictor()  # may read a file, and refuse it
         warm_up(self.kernels, self._dtype)
         trim_allocator()
         machine = read_machine()
@@ -169,7 +179,7 @@ class Engine:
             sessions=options.sessions,
             extra=options.extra,
             policy=options.policy,
-            backend=Backend(self.kernels.chosen["experts"] == NATIVE, self.kernels.isa == "amx"),
+            backend=backend_of(self.kernels),
         )
         self.plan: Plan = make_plan(demand, limits_of(machine, options))
         self._watch.plan(self.plan)
@@ -194,10 +204,13 @@ class Engine:
         moe = self.spec.moe
         if self.store is None or moe is None or self.store.slots >= self.plan.experts:
             return None
+        return Schedule(self.store, self._predictor, moe.top_k)
+
+    def _make_predictor(self) -> Any:
+        moe = self.spec.moe
         made, path = predictor_named(self.options.predict)
         known = {} if path is None else {"path": path}
-        predictor = made(self.spec.moe_layers, moe.experts, moe.top_k, **known)
-        return Schedule(self.store, predictor, moe.top_k)
+        return None if moe is None else made(self.spec.moe_layers, moe.experts, moe.top_k, **known)
 
     # ---- sessions ----
 
@@ -282,7 +295,8 @@ class Engine:
     def run(self, runs: Sequence[Run], emit: Callable[[int, int, torch.Tensor], None]) -> None:
         """One sweep over ``runs`` as they are; the lowest call that still knows sequences.
 
-        Raises ``UsageError`` if the sweep is larger than planned.
+        Raises ``UsageError`` if the sweep is larger than planned, a decode run is not one token
+        long, or two runs share a state.
         """
         layers = len(self.spec.layers)
         rows = sum(len(run.tokens) for run in runs)
@@ -291,6 +305,11 @@ class Engine:
                 f"This sweep takes {rows} rows and the plan has {self.plan.sweep_rows}.",
                 "Cut it, or load with a larger sweep.",
             )
+
+        if any(run.decode and len(run.tokens) != 1 for run in runs):
+            raise UsageError("A decode run has another length than one.", "Give it as a prompt.")
+        if len({id(run.state) for run in runs}) < len(runs):
+            raise UsageError("Two runs of a sweep share a state.", "Copy it, or run twice.")
 
         def before_layer(layer: int) -> None:
             self.hooks.before_layer(layer)
@@ -328,12 +347,13 @@ class Engine:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                if "weights" in self.__dict__:
-                    self.weights.close()
-                self.disk.close()
-                self._workers.close()
-                for name in ("weights", "store", "_model", "_workers", "kernels"):
-                    self.__dict__.pop(name, None)
+                with ExitStack() as last_first:  # whatever one of them raises, the others close
+                    for name in ("weights", "store", "_model", "_workers", "kernels"):
+                        last_first.callback(self.__dict__.pop, name, None)
+                    last_first.callback(self._workers.close)
+                    last_first.callback(self.disk.close)
+                    if "weights" in self.__dict__:
+                        last_first.callback(self.weights.close)
 
     def __enter__(self) -> Engine:
         return self

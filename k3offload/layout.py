@@ -1,9 +1,9 @@
 """Where the trunk's tensors lie in memory, and the bytes that follow from it.  Numbers only.
 
-Every array begins at a 64-byte boundary whatever its place in the file, because the bits of a
-matrix product may depend on alignment.  Where the file has it at such a boundary too, as a pack
-does, a large one lies as far from a page's begin as there, so that it is read without a copy.  A
-tensor that the trunk's precision touches lies there as codes and scales, under the names a pack
+Every array begins at a 64-byte boundary whatever its place in the file, because the bits of
+torch's matrix products may depend on alignment.  Where the file has it at such a boundary too, as a
+pack does, a large one lies as far from a page's begin as there, so that it is read without a copy.
+A tensor that the trunk's precision touches lies there as codes and scales, under the names a pack
 stores them by.
 """
 

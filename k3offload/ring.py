@@ -17,7 +17,7 @@ import torch
 from .arena import LayerWeights
 from .fetch import Fetch
 from .kernels.workers import Workers
-from .scheduler.store import Counts
+from .scheduler.counts import Counts
 from .tiers.base import Buffer, Priority
 from .tiers.tier_disk import DiskTier
 
@@ -80,7 +80,8 @@ class Ring:
         """The weights of part ``key`` if they are here now."""
         place = self._place_of(key)
         fetch = None if place is None else self._fetches[place]
-        return fetch.weights if fetch is not None and fetch.ended() else None
+        there = fetch is not None and fetch.ended() and not fetch.failed()
+        return fetch.weights if there and fetch is not None else None
 
     def close(self) -> None:
         """Give up reads under way; nothing writes to the buffers when this returns."""

@@ -24,8 +24,8 @@ from .kernels.mxfp4 import Mxfp4Weight
 from .kernels.workers import Workers
 from .layout import EMBED, HEAD, arena_size, head_buffers, head_cuts, head_tensors, rows_of
 from .ring import Ring
+from .scheduler.counts import Counts
 from .scheduler.plan import Plan
-from .scheduler.store import Counts
 from .tiers.base import Buffer, PageId, Priority
 from .tiers.tier_disk import DiskTier, windows
 from .tiers.tier_ram import Slab

@@ -42,6 +42,7 @@ def experts(
         if rows is None:
             count, address = total, 0
         else:
+            assert rows.dtype == torch.int64, rows.dtype
             rows = rows.contiguous()
             kept.append(rows)
             count, address = rows.shape[0], rows.data_ptr()

@@ -29,6 +29,8 @@ SMOOTH = 0.9  #: weight of the misses of a sweep, one sweep later
 class Policy:
     """``slots``: of the tier."""
 
+    hears_router = True
+
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._guard, self._model, self._rank = Guard(slots), Reuse(), Rank()

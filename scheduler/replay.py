@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.base import CachePolicy, PageId
-from .store import MOST, Counts
+from .counts import Counts
+from .store import MOST
 
 Experts = npt.NDArray[np.integer[Any]]
 Scores = npt.NDArray[np.uint8]

@@ -45,6 +45,8 @@ class Schedule:
     def routed(self, layer: int, experts: npt.NDArray[np.integer[Any]], scores: Floats) -> None:
         """The router of ``layer`` chose ``experts`` [rows, k] by ``scores`` [rows, E]."""
         self._predictor.learn(layer, experts)
+        if not self._store.hears_router:
+            return
         near = min(NEAR * self._top_k, scores.shape[1])
         for codes in quantise(scores, self._top_k):
             best = np.argsort(255 - codes, kind="stable")[:near]

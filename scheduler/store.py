@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,36 +25,12 @@ import numpy.typing as npt
 
 from ..errors import SlotsExhausted
 from ..tiers.base import Buffer, CachePolicy, Cancelled, PageId, Priority, Ticket, Tier
+from .counts import Counts
 
 MOST = 16  #: pages that a lease hands out at once
 PREFETCH_ROOM = 64  #: prefetched pages waiting to be asked for, if the slots allow that many
 
 Batch = list[tuple[PageId, Buffer]]
-
-
-@dataclass
-class Counts:
-    """What a tier was asked for: hits + late + misses = requests.
-
-    Late is a page joined while it was loading, for another lease or as a prefetch.  ``bytes`` are
-    page sizes of the reads started, prefetches included; of a cancelled read only what had landed.
-    Prefetches end as ``useful`` (asked for, in time or late) or ``wasted`` (evicted, cancelled or
-    failed before that); the others still wait.
-    """
-
-    requests: int = 0
-    hits: int = 0
-    late: int = 0
-    misses: int = 0
-    bytes: int = 0
-    wait_seconds: float = 0.0
-    prefetches: int = 0
-    useful: int = 0
-    wasted: int = 0
-    prefetch_bytes: int = 0
-
-    def copy(self) -> Counts:
-        return replace(self)
 
 
 class _Lease:
@@ -94,6 +69,8 @@ class ExpertStore:
         room = min(len(slots) // 4, PREFETCH_ROOM) if prefetch_room is None else prefetch_room
         self.prefetch_room = room
         self._tier, self._slots, self._policy = tier, slots, policy
+        #: whether the policy makes anything of ``note``
+        self.hears_router: bool = getattr(policy, "hears_router", False)
         self._free = list(range(len(slots)))[::-1]
         self._slot: dict[PageId, int] = {}  # resident or loading
         self._loading: dict[PageId, Ticket] = {}
@@ -310,11 +287,25 @@ class ExpertStore:
         self._slot[page] = slot
         try:
             ticket = self._tier.read(page, self._slots[slot], priority)
-        except BaseException as error:  # a closed tier: an end like that of any other failed read
+        except Exception as error:  # a closed tier: an end like that of any other failed read
             ticket = Ticket(1)
             ticket.finish(error)
+        except BaseException:
+            self._abandon(page)
+            raise
         self._loading[page] = ticket
         ticket.then(lambda: self._arrived(page, slot, ticket, size, guess))
+
+    def _abandon(self, page: PageId) -> None:
+        """An interrupt came while a read was queued: it may be under way, so nobody gets its slot
+        any more."""
+        del self._slot[page]
+        self._pins.pop(page, None)
+        self._guarded.pop(page, None)
+        self._unused.discard(page)
+        for lease in self._waiting.pop(page, ()):
+            lease.coming.discard(page)
+        self._policy.forget(page)
 
     def _arrived(self, page: PageId, slot: int, ticket: Ticket, size: int, guess: bool) -> None:
         """A read has ended, on a thread of the tier or inside a call of ours."""
@@ -343,8 +334,8 @@ class ExpertStore:
 
     def _cancel(self, page: PageId) -> None:
         """Give up the read of a page that nobody waits for, unless all of it has begun."""
-        ticket = self._loading[page]
-        if ticket.cancel() and self._loading.get(page) is ticket:
+        ticket = self._loading.get(page)
+        if ticket is not None and ticket.cancel() and self._loading.get(page) is ticket:
             self._ending += 1  # its slot is in use until the pieces under way have ended
             self._forget(page)
 

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from heapq import heappush
 
 import pytest
@@ -232,3 +233,27 @@ def test_many_threads_lose_no_ticket() -> None:
         assert ticket.landed == sum(times) and max(times) <= 1
         assert (ticket.error is None) == (sum(times) == count)
     queue.close()
+
+
+def test_a_request_is_queued_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more threads: the readers there are do the work; with none at all nothing is queued."""
+    start = threading.Thread.start
+    left = [1]
+
+    def refuse(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done: list[int] = []
+    pieces = [Piece("a", 1, 1, partial(done.append, i)) for i in range(5)]
+    queue = ReadQueue(8, 100)
+    queue.submit(pieces, Priority.DEMAND).wait()
+    assert sorted(done) == [0, 1, 2, 3, 4]
+    other = [Piece("b", 1, 1, lambda: done.append(9))]
+    with pytest.raises(RuntimeError):
+        queue.submit(other, Priority.DEMAND)
+    queue.close()
+    assert 9 not in done

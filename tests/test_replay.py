@@ -18,11 +18,12 @@ import pytest
 from benchmarks.policies import made, made_steps, recorded
 from k3offload import registry
 from k3offload.scheduler.belady import Belady
+from k3offload.scheduler.counts import Counts
 from k3offload.scheduler.policy_lru import Policy as Lru
 from k3offload.scheduler.policy_reuse import SLACK
 from k3offload.scheduler.policy_reuse import Policy as Reuse
 from k3offload.scheduler.replay import Step, replay, steps
-from k3offload.scheduler.store import Counts, ExpertStore
+from k3offload.scheduler.store import ExpertStore
 from k3offload.tiers.base import CachePolicy, PageId
 from k3offload.tiers.tier_made import MadeTier
 from k3offload.trace import read_trace

@@ -338,3 +338,25 @@ def test_nested_lease_uses_the_other_slots() -> None:
                     check(tier, *held)
                     check(tier, page, buffer)
     check_counts(store, tier)
+
+
+def test_an_interrupt_while_a_read_is_queued_loses_one_slot_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody may get the slot: the read may be under way.  The page is not taken for resident."""
+    store, tier = make(4)
+    page = pages(0)[0]
+
+    def interrupted(*args: Any) -> Ticket:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt), store.lease([page]):
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            store.prefetch(pages(1))
+    assert not store.has(page) and store.absent(page)
+    for other in (page, *pages(2), page):
+        with store.lease([other]) as walk:
+            assert [found for found, _ in flat(walk)] == [other]

@@ -140,5 +140,6 @@ class CachePolicy(Protocol):
     def note(
         self, layer: int, experts: npt.NDArray[np.integer[Any]], scores: npt.NDArray[np.uint8]
     ) -> None:
-        """News of the router: the experts that one row chose or nearly chose, and their scores."""
+        """News of the router: the experts that one row chose or nearly chose, and their scores.
+        Told to policies with an attribute ``hears_router`` that is true."""
         ...

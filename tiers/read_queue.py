@@ -87,16 +87,23 @@ class ReadQueue:
             if self._closed:
                 raise Cancelled("the files are closed")
             self._requests += 1
+            entries = []
             for i, piece in enumerate(pieces):
                 drive = self._drives.get(piece.drive)
                 if drive is None:
                     drive = self._drives[piece.drive] = _Drive(self._lock)
-                entry = _Entry(piece, request, drive, (self._requests, i))
-                request.waiting.add(entry)
-                entry.queue(priority)
                 if len(drive.threads) < self._readers:
                     self._start_reader(drive)
-                drive.change.notify()
+                entries.append(_Entry(piece, request, drive, (self._requests, i)))
+            # No reader can take one of them before the lock is free: all are queued, or none.
+            try:
+                for entry in entries:
+                    request.waiting.add(entry)
+                    entry.queue(priority)
+                    entry.drive.change.notify()
+            except BaseException:
+                request.waiting.clear()
+                raise
         return request
 
     def drop(self, request: _Request) -> int:
@@ -132,8 +139,13 @@ class ReadQueue:
 
     def _start_reader(self, drive: _Drive) -> None:
         thread = threading.Thread(target=self._serve, args=(drive,), name="k3-read", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads; those that run will do
+            if not drive.threads:
+                raise
+            return
         drive.threads.append(thread)
-        thread.start()
 
     def _serve(self, drive: _Drive) -> None:
         while True:

@@ -1,4 +1,4 @@
-// The C functions of the linear family, as kernels/linear_native.py and experts_native.py call them.
+// The C functions that kernels/linear_native.py and experts_native.py call.
 
 #include <new>
 #include <vector>

@@ -86,8 +86,8 @@ void experts_rows(const Call& call, const Job* jobs, int64_t count, const Activa
 void linear_tiles(const Call& call, const Weight& w, void* out);
 void experts_tiles(const Call& call, const Job* jobs, int64_t count, const Activation& act);
 
-// Upper bounds of the scratch memory of a call: `rows` of x and `job_rows` of all jobs together, `k`
-// columns of x, `inner` those between the weights of a job.
+// Upper bounds of the scratch memory of a call: `rows` of x and `job_rows` of all jobs together,
+// `k` columns of x, `inner` those between the weights of a job.
 int64_t rows_scratch(int threads, int64_t rows, int64_t job_rows, int64_t k, int64_t inner);
 int64_t tiles_scratch(int threads, int64_t rows, int64_t job_rows, int64_t k, int64_t inner);
 

@@ -1,5 +1,5 @@
-// Kernels of the matrix unit (see linear_amx.h).  Needs AMX-BF16 and AVX-512 with BF16 and VBMI2,
-// which every processor with AMX has.
+// Kernels of the matrix unit (see linear_amx.h).  Needs AMX-BF16 and AVX-512 with BF16, which every
+// processor with AMX has.
 
 #if defined(__x86_64__)
 
@@ -8,8 +8,8 @@
 #include <cstring>
 #include <immintrin.h>
 
-#pragma GCC target( \
-    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,prefer-vector-width=512")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
+#pragma GCC target("amx-tile,amx-bf16,prefer-vector-width=512")
 
 #include "linear_rows.h"
 
@@ -292,7 +292,8 @@ void Amx::write(const float* c, int64_t apart, int64_t weight_rows, int64_t x_ro
     transpose(high);
     const __mmask32 mask = weight_rows >= 32 ? ~0u : (1u << weight_rows) - 1;
     for (int64_t i = 0; i < x_rows; i++) {
-        __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(narrow(low[i])), narrow(high[i]), 1);
+        const __m512i half = _mm512_castsi256_si512(narrow(low[i]));
+        const __m512i both = _mm512_inserti64x4(half, narrow(high[i]), 1);
         _mm512_mask_storeu_epi16(out + i * stride, mask, both);
     }
 }

@@ -3,7 +3,8 @@
 // Weights are the left operand, 16 rows x 32 columns a tile in their natural order; x is the right
 // one, packed so that a tile holds 16 pairs of columns for 16 rows of x.  A result tile C[weight
 // row][row of x] is kept in float32 and continued from one block of columns to the next, so every
-// result is one chain of tdpbf16ps over the pairs of columns in rising order, whatever the blocking.
+// result is one chain of tdpbf16ps over the pairs of columns in rising order, whatever the
+// blocking.  The unit takes subnormal numbers as zero.
 #pragma once
 
 #include "linear.h"

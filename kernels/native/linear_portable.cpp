@@ -72,7 +72,7 @@ struct Portable {
         Bytes<uint16_t, 8> raw;
         void load(const uint8_t* p, int64_t columns, const uint8_t*) { raw.load(p, columns); }
         Vec vec(int j) const {
-            Vec v;
+            Vec v{};
             for (int i = 0; i < 4; i++) v[i] = from_bf16(raw.at[4 * j + i]);
             return v;
         }
@@ -83,7 +83,7 @@ struct Portable {
         Bytes<uint16_t, 4> raw;
         void load(const uint8_t* p, int64_t columns, const uint8_t*) { raw.load(p, columns); }
         Vec vec(int) const {
-            Vec v;
+            Vec v{};
             for (int i = 0; i < 4; i++) v[i] = from_f16(raw.at[i]);
             return v;
         }
@@ -100,7 +100,7 @@ struct Portable {
             std::memcpy(&bits, s, 2);
         }
         Vec vec(int j) const {
-            Vec v;
+            Vec v{};
             for (int i = 0; i < 4; i++) v[i] = raw[4 * j + i];
             return v;
         }
@@ -121,7 +121,7 @@ struct Portable {
             static constexpr float table[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,
                                                 4.0f,  6.0f,  -0.0f, -0.5f, -1.0f, -1.5f,
                                                 -2.0f, -3.0f, -4.0f, -6.0f};
-            Vec v;
+            Vec v{};
             for (int i = 0; i < 4; i++) v[i] = table[raw[i] >> 4 * j & 15];
             return v;
         }

@@ -90,29 +90,27 @@ struct Mlp {
     uint8_t* rounded;  // [rows, inner] in dtype
     int64_t stride;
 
-    const float* const* rows_of(Kind kind, const Part& part, std::vector<const float*>& into) {
+    // The rows of a part, as they were prepared for a weight of this kind.
+    std::vector<const float*> rows_of(Kind kind, const Part& part) const {
+        std::vector<const float*> rows(part.count);
         for (const Prepared& p : x)
-            if (p.kind == kind) {
+            if (p.kind == kind)
                 for (int64_t i = 0; i < part.count; i++)
-                    into[i] = p.row[part.job->row(part.begin + i)];
-                return into.data();
-            }
-        return nullptr;
+                    rows[i] = p.row[part.job->row(part.begin + i)];
+        return rows;
     }
 
     void gate_up(const Block& b) {
         const Part& part = *b.part;
         const Job& job = *part.job;
         const int64_t wide = b.end - b.begin;
-        std::vector<const float*> source(part.count);
+        const auto for_gate = rows_of(job.gate.kind, part), for_up = rows_of(job.up.kind, part);
         float* gate = floats(BLOCK, X_ROWS * wide);
         float* up = floats(BLOCK_UP, X_ROWS * wide);
         for (int64_t r = 0; r < part.count; r += X_ROWS) {
             int64_t some = std::min(X_ROWS, part.count - r);
-            isa.dot(job.gate, b.begin, b.end, rows_of(job.gate.kind, part, source) + r, some, gate,
-                    wide);
-            isa.dot(job.up, b.begin, b.end, rows_of(job.up.kind, part, source) + r, some, up,
-                    wide);
+            isa.dot(job.gate, b.begin, b.end, for_gate.data() + r, some, gate, wide);
+            isa.dot(job.up, b.begin, b.end, for_up.data() + r, some, up, wide);
             for (int64_t i = 0; i < some; i++)
                 isa.activate(act, call.dtype, gate + i * wide, up + i * wide, wide,
                              at(rounded, (part.middle + r + i) * inner + b.begin, call.size()));
