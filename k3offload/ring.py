@@ -48,6 +48,7 @@ class Ring:
         self.counts, self._workers = counts, workers
         self._fetches: list[Fetch | None] = [None] * len(self._buffers)
         self._keys = [-1] * len(self._buffers)
+        self._laid: dict[tuple[int, int], LayerWeights] = {}
         self._in_use = -1
         self._pool = ThreadPoolExecutor(1, "k3-trunk", _one_thread)
 
@@ -128,7 +129,9 @@ class Ring:
         old = self._fetches[place]
         if old is not None:
             old.drop()
-        weights = self._lay(key, self._buffers[place])
+        weights = self._laid.get((key, place))
+        if weights is None:
+            weights = self._laid[key, place] = self._lay(key, self._buffers[place])
         fetch = Fetch(weights, self._disk, priority)
         self._keys[place], self._fetches[place] = key, None
         self._fetches[place] = fetch
