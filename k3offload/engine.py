@@ -183,6 +183,12 @@ class Engine:
         )
         self.plan: Plan = make_plan(demand, limits_of(machine, options))
         self._watch.plan(self.plan)
+        streamed = len(self.spec.layers) - len(self.plan.resident_layers)
+        if streamed and self.trunk != checkpoint.spec.trunk_precision:
+            self._watch.warn(
+                f"{streamed} layers stream and are quantised anew in every sweep; k3offload pack "
+                f"MODEL OUT --trunk {self.trunk} does it once, and less is read."
+            )
         self.weights = Weights(checkpoint, self.disk, self.plan, self.trunk, self._workers)
         self.weights.load(self._watch.loading)
         self.store: ExpertStore | None = None

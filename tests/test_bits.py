@@ -98,6 +98,21 @@ def test_budget_from_the_least_up(base: Base, extra: int, monkeypatch: pytest.Mo
         assert engine.counts()["trunk"].bytes > 5 * min(streamed)
 
 
+@pytest.mark.parametrize("trunk", ["int8", "mxfp4"])
+def test_a_quantised_trunk_streams_like_a_resident_one(
+    trunk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits, and a word about the work that is done again in every sweep."""
+    warnings: list[str] = []
+    with load(checkpoint(**BRIEF), trunk=trunk, watch=Watch(warn=warnings.append)) as engine:
+        wanted = logits_of(engine, TOKENS[:70], decode_from=66)
+    assert not warnings
+    starve(monkeypatch)
+    with load(checkpoint(**BRIEF), trunk=trunk, watch=Watch(warn=warnings.append)) as engine:
+        assert same_bits(logits_of(engine, TOKENS[:70], decode_from=66), wanted)
+    assert [text for text in warnings if "quantised anew in every sweep" in text]
+
+
 def test_streamed_head_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(vocab=20_000, layers=2, vision=False)
     monkeypatch.setattr(k3offload.layout, "HEAD_BUFFER", 3 << 20)
