@@ -143,18 +143,18 @@ def _run_batch(
     """Outputs [R, k, Z] of the experts that have arrived; the first ``decoding`` rows decode."""
     k = outputs.shape[1]
     flat = outputs.view(-1, outputs.shape[2])
+    border = decoding * k
     for decode in (True, False):
-        border = decoding * k
-        own = [p[p < border] if decode else p[p >= border] for p in places]
-        if decoding == outputs.shape[0]:
-            own = list(places) if decode else []
+        if border in (0, len(flat)):  # rows of one kind: nothing to part
+            own = list(places) if decode == (border > 0) else []
+        else:
+            own = [p[p < border] if decode else p[p >= border] for p in places]
         for call in _calls(own):
-            jobs = [
-                Job(*weights[i], torch.div(where, k, rounding_mode="floor")) for i, where in call
-            ]
-            results = kernels.experts(latent, jobs, activation(spec), decode)
-            for (_, where), y in zip(call, results, strict=True):
-                flat[where] = y
+            where = torch.cat([piece for _, piece in call])
+            counts = [len(piece) for _, piece in call]
+            rows = torch.split(torch.div(where, k, rounding_mode="floor"), counts)
+            jobs = [Job(*weights[i], chosen) for (i, _), chosen in zip(call, rows, strict=True)]
+            flat[where] = torch.cat(kernels.experts(latent, jobs, activation(spec), decode))
 
 
 def _calls(places: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Tensor]]]:
