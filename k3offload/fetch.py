@@ -160,10 +160,7 @@ class Fetch:
         for ticket in self._tickets:
             ticket.cancel()
         for ticket in self._tickets:
-            try:
-                ticket.wait()
-            except Exception:
-                continue
+            ticket.settle()
 
 
 def _block_rows(tensor: Tensor) -> int:

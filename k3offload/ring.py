@@ -15,10 +15,11 @@ from contextlib import contextmanager
 import torch
 
 from .arena import LayerWeights
+from .errors import ReadError
 from .fetch import Fetch
 from .kernels.workers import Workers
 from .scheduler.counts import Counts
-from .tiers.base import Buffer, Priority
+from .tiers.base import Buffer, Cancelled, Priority
 from .tiers.tier_disk import DiskTier
 
 Lay = Callable[[int, Buffer], LayerWeights]  #: a part's number and its memory -> its weights
@@ -95,7 +96,7 @@ class Ring:
         try:
             try:
                 fetch.wait(self._workers)
-            except Exception:
+            except (ReadError, Cancelled):
                 if fetch.asked == Priority.DEMAND:
                     raise
                 # Nobody needed what failed while it was read ahead; now somebody does.

@@ -80,6 +80,10 @@ class Ticket:
         if self.error is not None:
             raise self.error
 
+    def settle(self) -> None:
+        """Block until the copy has ended, well or not: nothing writes to its memory any more."""
+        self._event.wait()
+
     def then(self, callback: Callable[[], None]) -> None:
         """Call ``callback()`` when done (at once if it already is), on the thread that ended it."""
         with self._lock:
