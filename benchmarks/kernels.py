@@ -122,7 +122,7 @@ def expert_times(memory: torch.Tensor, workers: Workers) -> list[dict[str, Any]]
     x, found = torch.randn(512, LATENT).bfloat16(), []
     for name, counts in (("decode", (1, 4)), ("prefill", (1, 9, 32, 128, 350))):
         for count in counts:
-            picked = [job._replace(rows=torch.randperm(512)[:count]) for job in jobs]
+            picked = [job._replace(rows=torch.randperm(512)[:count].tolist()) for job in jobs]
             call = partial(experts, x, picked, act, workers, name == "decode")
             seconds = best({"": call}, 4)[""] / len(jobs)
             macs, touched = count * 3 * LATENT * INNER, 3 * page * 17 / 16

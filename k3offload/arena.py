@@ -5,7 +5,8 @@ Where they lie is ``layout.py``.  Nothing here reads a file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from .layout import lay_out
 from .precision import CODES, SCALE
 from .spec import ModelSpec
 from .tiers.base import Buffer
+
+Made = TypeVar("Made")
 
 DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I8": torch.int8,
@@ -47,6 +50,7 @@ class LayerWeights:
             for part, at in zip(item.parts, item.at, strict=True)
         }
         self._matrices: dict[str, Weight] = {}
+        self._kept: Any = None
 
     @property
     def read_bytes(self) -> int:
@@ -82,6 +86,14 @@ class LayerWeights:
     def conv(self, name: str) -> torch.Tensor:
         """A depthwise convolution, stored [C, 1, taps] or [C, taps] -> [C, taps] float32."""
         return self._tensors[name].reshape(-1, self._spec.kda.conv).float()
+
+    def kept(self, make: Callable[[], Made]) -> Made:
+        """What ``make`` gave at the first call: what a layer's code derives from its weights.  It
+        must see no more than views of them and a few small copies."""
+        if self._kept is None:
+            self._kept = make()
+        made: Made = self._kept
+        return made
 
     def check_values(self) -> None:
         """Refuse what no sound file holds: a used tail of ``A_log``, scales that are no numbers."""

@@ -100,6 +100,7 @@ def working_set(
     kept = rows * h * a * sums
     kda, mla, m = spec.kda, spec.mla, spec.moe
     group, tile = min(rows, GROUP_ROWS), min(rows, ROW_TILE)
+    apart = tile if backend.torch else 0  # rows in float32 copies that native operators do without
     query = mla.heads * (mla.nope + mla.rope)
     all_rows, one_tile = glu_bytes(dtype, backend)
     inside = [
@@ -107,14 +108,14 @@ def working_set(
         for part in mlps(spec, rows)
     ]
     moments = [
-        group * (kda.width * 7 * a + h * a * 2) + tile * kda.width * 40 if spec.kda_layers else 0,
+        group * (kda.width * 7 * a + h * a * 2) + apart * kda.width * 40 if spec.kda_layers else 0,
         group * (query * 2 * a + mla.heads * mla.v * 12 + h * a * 2) if spec.mla_layers else 0,
         inside[0] + group * h * a,
         tile * (h * a * (sums + 2) + h * 8 + spec.vocab * 8),
     ]
     if m is not None:
-        per_row = h * a + m.io * a * 2 + m.top_k * (m.io * a + 48)
-        combined = tile * m.top_k * m.io * 8 + group * h * a * 2
+        per_row = h * a + m.io * a * 2 + m.top_k * (m.io * a + 128)  # lists of Python's integers
+        combined = apart * m.io * 16 + group * (m.io + h) * a * 2
         scored = group * (m.experts * 12 + h * 4)
         moments.append(rows * per_row + max(*inside[1:], combined, scored))
     buffers = kept_buffers(spec, dtype, rows, sessions, backend)

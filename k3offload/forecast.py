@@ -15,8 +15,9 @@ Pure arithmetic, no torch, no files.  What is assumed, and stated wherever a fig
   takes the time before its router has spoken, and then the longer of reads and computing.  What
   the disk has left goes to the trunk of the next streamed layer.  Prefetched experts
   (``covered``) are taken off what a layer waits for; they are read all the same.
-* **Row-wise work** (norms, mixes, convolutions, gates) counts the numbers it reads; attention and
-  the KDA recurrence count multiply-adds, decode rows also the state that they read.
+* **Row-wise work** (norms, mixes, sums) counts the numbers it reads; attention and the KDA
+  recurrence (with its convolutions and gates) count multiply-adds, decode rows also the state that
+  they read.
 * A trunk that is quantised while it streams is read as it is stored; only a pack reads less.
 
 ``rates.py`` says where a machine's rates come from.
@@ -173,6 +174,13 @@ def trunk_elements(spec: ModelSpec) -> int:
     """Weights of all layers' trunk and of the head, in numbers."""
     layers = sum(math.prod(t.shape) for la in spec.layers for t in spec.layer_tensors(la.index))
     return layers + spec.vocab * spec.hidden
+
+
+def attended_pairs(position: int, rows: int) -> int:
+    """Pairs of a prompt row and a key that attention computes for ``rows`` rows from ``position``
+    on: tiles of rows, each with all blocks of latents up to its last row's."""
+    ends = range(position + ROW_TILE, position + rows + ROW_TILE, ROW_TILE)
+    return ROW_TILE * sum(align_up(end, LATENT_BLOCK) for end in ends)
 
 
 class _Work(NamedTuple):
@@ -352,7 +360,6 @@ class _Sweep:
         cost = Cost(overhead=rates.layer + chunks * rates.chunk)
         if layer.attention == "kda":
             kda = spec.kda
-            numbers += n * 9 * kda.width
             matrix = kda.width * kda.head_dim
             if self.decode:  # reads and writes its state
                 cost = cost.plus(Cost(memory=n * 8 * matrix / rates.ram))
@@ -371,13 +378,8 @@ class _Sweep:
             seen = self.n * (self.position + 1)
             read = seen * m.latent * self.itemsize / rates.ram
             return Cost(read, seen * m.heads * (m.latent + m.kv_lora) / rates.macs32)
-        ends = range(self.position + ROW_TILE, self.position + self.n + ROW_TILE, ROW_TILE)
-        pairs = ROW_TILE * sum(align_up(end, LATENT_BLOCK) for end in ends)
-        scored = pairs * m.heads * (m.nope + m.rope + m.v)
-        # each group expands the latents before it again; those of its own rows are a product
-        again = sum(self.position + g * GROUP_ROWS for g in range(self.groups))
-        expand = again * m.heads * (m.nope + m.v) * m.kv_lora
-        return Cost(0.0, scored / rates.macs32 + expand / rates.macs["bfloat16"])
+        pairs = attended_pairs(self.position, self.n)
+        return Cost(0.0, pairs * m.heads * (m.nope + m.rope + m.v) / rates.attention)
 
     def _head(self) -> tuple[Cost, int]:
         """The head for the rows whose logits are kept: all decode rows, a prompt's last one."""

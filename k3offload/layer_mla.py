@@ -55,7 +55,7 @@ def mla(
 
     q = q.view(-1, m.heads, m.nope + m.rope)
     up = w.matrix("self_attn.kv_b_proj.weight")
-    attend_group = _decode if group.decode else _prefill
+    attend_group = _decode if group.decode else prefill
     attended = attend_group(q, group, latents, up, m, kernels).flatten(1)
     if m.output_gate:
         attended *= by_lanes(torch.sigmoid, project("g_proj", x).float())
@@ -89,7 +89,7 @@ class _Query:
     out: torch.Tensor
 
 
-def _prefill(
+def prefill(
     q: torch.Tensor,
     group: Group,
     latents: Sequence[Latents],

@@ -8,13 +8,14 @@ up-projection, plus the shared result.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from .arena import LayerWeights
-from .config import CALL_ROWS, ROW_TILE
+from .config import CALL_ROWS
 from .kernels.choose import Kernels
 from .kernels.experts_reference import Job
 from .kernels.glu_reference import Activation
@@ -29,6 +30,7 @@ ExpertWeights = Callable[[PageId, Buffer], tuple[Weight, Weight, Weight]]  #: ga
 OnRoute = Callable[[int, Group, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
+@lru_cache(maxsize=8)
 def activation(spec: ModelSpec) -> Activation:
     """The gated activation of every feed-forward part of the model."""
     return Activation(spec.activation, spec.situ_beta, spec.situ_linear_beta)
@@ -39,15 +41,7 @@ def mlp(
 ) -> torch.Tensor:
     """The MLP whose weights are ``prefix``.{gate,up,down}_proj: dense layers, shared experts."""
     gate, up, down = (w.matrix(f"{prefix}.{n}_proj.weight") for n in ("gate", "up", "down"))
-    return kernels.experts(x, [Job(gate, up, down)], activation(spec), decode)[0]
-
-
-@dataclass
-class _Routed:
-    """What the routers said about each of the R rows of a sweep."""
-
-    experts: torch.Tensor  # [R, k] int64, rising
-    weights: torch.Tensor  # [R, k] float32
+    return kernels.experts(x, [Job(gate, up, down)], activation(spec), decode)
 
 
 def moe(
@@ -66,8 +60,8 @@ def moe(
     assert spec.moe is not None
     m = spec.moe
     xs = [normed(group) for group in groups]
-    routed = _route(xs, groups, w, spec, kernels, on_route)
-    places = _places(routed.experts, w.layer)
+    experts, shares = _route(xs, groups, w, spec, kernels, on_route)
+    places = _places(experts, w.layer)
     with store.lease(places) as arrivals:
         store.drop_prefetches(w.layer)
         latents = []
@@ -78,15 +72,16 @@ def moe(
             if m.shared_width:  # the shared result takes the place of its input
                 xs[i] = mlp(x, "block_sparse_moe.shared_experts", w, spec, kernels, group.decode)
         latent = torch.cat(latents) if len(latents) > 1 else latents[0]
-        outputs = latent.new_empty(*routed.experts.shape, latent.shape[1])
+        results = _Results(latent, experts.shape[1], spec)
         decoding = sum(group.end - group.begin for group in groups if group.decode)
         for batch in arrivals:
             weights = [expert_weights(page, buffer) for page, buffer in batch]
-            rows = [places[page] for page, _ in batch]
-            _run_batch(latent, outputs, weights, rows, decoding, spec, kernels)
+            results.run(weights, [places[page] for page, _ in batch], decoding, kernels)
+    at = results.at
     for group, shared in zip(groups, xs, strict=True):
-        y = _combine(routed, outputs, group, w, spec, kernels)
-        emit(group, y + shared if m.shared_width else y)
+        rows = slice(group.begin, group.end)
+        y = _combine(results.y, at[rows], shares[rows], group, w, spec, kernels)
+        emit(group, y.add_(shared) if m.shared_width else y)
     return latent
 
 
@@ -97,14 +92,17 @@ def _route(
     spec: ModelSpec,
     kernels: Kernels,
     on_route: OnRoute,
-) -> _Routed:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts [R, k] int64, rising, and their weights [R, k] float32, of all rows of a sweep."""
     experts, weights = [], []
     for x, group in zip(xs, groups, strict=True):
         chosen, share, scores = route(x, w, spec, kernels, group.decode)
         on_route(w.layer, group, chosen, share, scores)
         experts.append(chosen)
         weights.append(share)
-    return _Routed(torch.cat(experts), torch.cat(weights))
+    if len(groups) == 1:
+        return experts[0], weights[0]
+    return torch.cat(experts), torch.cat(weights)
 
 
 def route(
@@ -116,53 +114,66 @@ def route(
     gate = w.matrix("block_sparse_moe.gate.weight")
     bias = w.vector("block_sparse_moe.gate.e_score_correction_bias")
     chosen, share, scores = kernels.router(x, gate, bias, m.top_k, m.renormalize, m.scale, decode)
-    return chosen, share, scores + bias.float()
+    return chosen, share, scores.add_(bias)
 
 
-def _places(experts: torch.Tensor, layer: int) -> dict[PageId, torch.Tensor]:
+def _places(experts: torch.Tensor, layer: int) -> dict[PageId, list[int]]:
     """Page -> where in ``experts`` [R, k], as flat numbers in rising order, it was chosen."""
-    flat = experts.view(-1)
-    order = torch.argsort(flat, stable=True)
-    numbers, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    parts = torch.split(order, counts.tolist())
-    return {
-        PageId(layer, number): places
-        for number, places in zip(numbers.tolist(), parts, strict=True)
-    }
+    flat = experts.view(-1).tolist()
+    if len(experts) == 1:  # no expert is chosen twice
+        return {PageId(layer, number): [place] for place, number in enumerate(flat)}
+    places: dict[int, list[int]] = {}
+    for place, number in enumerate(flat):
+        places.setdefault(number, []).append(place)
+    return {PageId(layer, number): own for number, own in places.items()}
 
 
-def _run_batch(
-    latent: torch.Tensor,
-    outputs: torch.Tensor,
-    weights: Sequence[tuple[Weight, Weight, Weight]],
-    places: Sequence[torch.Tensor],
-    decoding: int,
-    spec: ModelSpec,
-    kernels: Kernels,
-) -> None:
-    """Outputs [R, k, Z] of the experts that have arrived; the first ``decoding`` rows decode."""
-    k = outputs.shape[1]
-    flat = outputs.view(-1, outputs.shape[2])
-    border = decoding * k
-    for decode in (True, False):
-        if border in (0, len(flat)):  # rows of one kind: nothing to part
-            own = list(places) if decode == (border > 0) else []
-        else:
-            own = [p[p < border] if decode else p[p >= border] for p in places]
-        for call in _calls(own):
-            where = torch.cat([piece for _, piece in call])
-            counts = [len(piece) for _, piece in call]
-            rows = torch.split(torch.div(where, k, rounding_mode="floor"), counts)
-            jobs = [Job(*weights[i], chosen) for (i, _), chosen in zip(call, rows, strict=True)]
-            flat[where] = torch.cat(kernels.experts(latent, jobs, activation(spec), decode))
+class _Results:
+    """What experts give, in the order in which they ran: ``y`` [R * k, Z]."""
+
+    def __init__(self, latent: torch.Tensor, top_k: int, spec: ModelSpec) -> None:
+        count = len(latent) * top_k
+        self.y = latent.new_empty(count, latent.shape[1])
+        self._at = array("q", bytes(8 * count))
+        self._latent, self._k, self._act = latent, top_k, activation(spec)
+        self._done = 0
+
+    def run(
+        self,
+        weights: Sequence[tuple[Weight, Weight, Weight]],
+        places: Sequence[list[int]],
+        decoding: int,
+        kernels: Kernels,
+    ) -> None:
+        """Experts that have arrived; the first ``decoding`` rows decode."""
+        border = decoding * self._k
+        for decode in (True, False):
+            if border in (0, len(self.y)):  # rows of one kind: nothing to part
+                own = places if decode == (border > 0) else []
+            else:
+                own = [[p for p in some if (p < border) == decode] for some in places]
+            for call in _calls(own):
+                jobs = [Job(*weights[i], [p // self._k for p in some]) for i, some in call]
+                where = [place for _, some in call for place in some]
+                end = self._done + len(where)
+                for i, place in enumerate(where, self._done):
+                    self._at[place] = i
+                kernels.experts(self._latent, jobs, self._act, decode, self.y[self._done : end])
+                self._done = end
+
+    @property
+    def at(self) -> torch.Tensor:
+        """[R, k] int64: where the result of each choice lies in ``y``."""
+        return torch.frombuffer(self._at, dtype=torch.int64).view(-1, self._k)
 
 
-def _calls(places: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Tensor]]]:
+def _calls(places: Sequence[list[int]]) -> Iterator[list[tuple[int, list[int]]]]:
     """Cut and join the rows of experts into calls of ``CALL_ROWS`` rows at most."""
-    call: list[tuple[int, torch.Tensor]] = []
+    call: list[tuple[int, list[int]]] = []
     room = CALL_ROWS
     for i, own in enumerate(places):
-        for piece in torch.split(own, CALL_ROWS) if len(own) else ():
+        for begin in range(0, len(own), CALL_ROWS):
+            piece = own[begin : begin + CALL_ROWS]
             if len(piece) > room:
                 yield call
                 call, room = [], CALL_ROWS
@@ -173,22 +184,17 @@ def _calls(places: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Ten
 
 
 def _combine(
-    routed: _Routed,
-    outputs: torch.Tensor,
+    results: torch.Tensor,
+    at: torch.Tensor,
+    shares: torch.Tensor,
     group: Group,
     w: LayerWeights,
     spec: ModelSpec,
     kernels: Kernels,
 ) -> torch.Tensor:
+    """The routed part of a group's result, [R, H]."""
     assert spec.moe is not None
-    y = outputs.new_empty(group.end - group.begin, outputs.shape[2])
-    for begin in range(group.begin, group.end, ROW_TILE):  # bounds the float32 copies
-        rows = slice(begin, min(begin + ROW_TILE, group.end))
-        parts = outputs[rows].float() * routed.weights[rows, :, None]
-        total = torch.zeros(parts.shape[0], parts.shape[2])
-        for j in range(spec.moe.top_k):
-            total += parts[:, j]
-        y[rows.start - group.begin : rows.stop - group.begin] = total
+    y = kernels.combine(results, at, shares)
     if spec.moe.latent_norm:
         y = kernels.rms_norm(y, w.vector("block_sparse_moe.routed_expert_norm.weight"), spec.eps)
     if spec.moe.latent is not None:

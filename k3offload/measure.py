@@ -16,19 +16,23 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from .config import GROUP_ROWS, HEAD_GROUP, KDA_CHUNK, LATENT_BLOCK, ROW_TILE
+from .config import GROUP_ROWS, KDA_CHUNK, LATENT_BLOCK, ROW_TILE
 from .engine import DTYPES, load
+from .forecast import attended_pairs
 from .kernels import native
-from .kernels.attend_reference import Partial, attend
 from .kernels.choose import Kernels
 from .kernels.experts_reference import Job
 from .kernels.int8 import Int8Weight
 from .kernels.linear_reference import DenseWeight, Weight
+from .kernels.mixer import MixerRows, MixerWeights
 from .kernels.mxfp4 import Mxfp4Weight
 from .kernels.workers import Workers, single_threaded
+from .layer_mla import prefill
 from .layer_moe import activation
 from .rates import ASSUMED_DISK, EXPERTS, FORMATS, Rates
+from .scheduler.sweep import Span, pack
 from .spec import ModelSpec
+from .state import Latents, Ledger
 
 ARENA = 512 << 20  #: bytes of made-up weights
 CHUNK = 32 << 20  #: bytes of it that a thread scans at a time
@@ -132,7 +136,8 @@ def measure(
             extra=extra,
             ready=ready,
             macs=macs,
-            macs32=bench.attention(),
+            macs32=extra["bfloat16"],  # decode rows, too, are computed in float32
+            attention=bench.attention(),
             recurrence=bench.recurrence(),
             numbers=bench.row_wise(),
             layer=0.0,
@@ -234,7 +239,7 @@ class _Bench:
         triples = len(up) // 3
 
         def seconds(rows: int, decode: bool) -> float:
-            x, own = self.x(max(rows, GROUP_ROWS), m.io), torch.arange(rows)
+            x, own = self.x(max(rows, GROUP_ROWS), m.io), range(rows)
             count = min(m.top_k, triples, GROUP_ROWS // rows)
 
             def work(i: int) -> None:
@@ -248,56 +253,46 @@ class _Bench:
         return _line(size, macs, seconds, (FEW, MANY))
 
     def attention(self) -> float:
-        """Multiply-adds a second of prompt attention, the model's head groups side by side."""
-        m, workers = self.spec.mla, self.kernels.workers
-        heads, groups = min(HEAD_GROUP, m.heads), -(-m.heads // HEAD_GROUP)
-        q = torch.randn(heads, ROW_TILE, m.nope + m.rope)
-        k = torch.randn(heads, LATENT_BLOCK, m.nope + m.rope)
-        v = torch.randn(heads, LATENT_BLOCK, m.v)
-        allowed = torch.ones(ROW_TILE, LATENT_BLOCK, dtype=torch.bool)
-        partials = [Partial(heads, ROW_TILE, m.v) for _ in range(groups)]
-
-        def work(_: int) -> None:
-            workers.map(lambda i: attend(q, k, v, allowed, 0.1, partials[i]), groups)
-
-        macs = groups * heads * ROW_TILE * LATENT_BLOCK * (m.nope + m.rope + m.v)
-        return macs / typical(work)
+        """Multiply-adds a second of scores and sums of prompt attention, keys and values expanded
+        on the way: a full group of rows after a block of latents."""
+        m, after = self.spec.mla, LATENT_BLOCK
+        rows = min(GROUP_ROWS, 2 * LATENT_BLOCK)
+        latents = Latents(Ledger(1 << 30), m.latent, self.dtype)
+        latents.append(self.x(after + rows, m.latent))
+        (group,) = pack([Span(after, rows, False)])
+        q = self.x(rows, m.heads, m.nope + m.rope)
+        (up,) = self.weights("bfloat16", m.heads * (m.nope + m.v), m.kv_lora)[:1]
+        seconds = typical(lambda _: prefill(q, group, [latents], up, m, self.kernels))
+        return attended_pairs(after, rows) * m.heads * (m.nope + m.rope + m.v) / seconds
 
     def recurrence(self) -> float:
-        """Multiply-adds a second of the chunked KDA recurrence, as ``forecast.py`` counts them."""
-        kda = self.spec.kda
-        q = F.normalize(torch.randn(KDA_CHUNK, kda.heads, kda.head_dim), dim=-1)
-        g = torch.full_like(q, -0.1)
-        beta = torch.full((KDA_CHUNK, kda.heads), 0.5)
+        """Multiply-adds a second of a KDA layer between its projections, as ``forecast.py`` counts
+        them: the recurrence's, convolutions and gates along with it."""
+        kda, f = self.spec.kda, self.kernels
+        wide = self.x(KDA_CHUNK, kda.width)
+        rows = MixerRows([wide] * 3, wide, self.x(KDA_CHUNK, kda.heads), wide)
+        tails = [torch.zeros(kda.conv - 1, kda.width, dtype=self.dtype) for _ in range(3)]
         state = torch.zeros(kda.heads, kda.head_dim, kda.head_dim)
-        seconds = typical(lambda _: self.kernels.kda_chunk(q, q, q, g, beta, state))
+        taps = (torch.ones(kda.width, kda.conv),) * 3
+        ones, bias = torch.zeros(kda.heads), torch.zeros(kda.width)
+        lower, norm = kda.gate_lower_bound, torch.ones(kda.head_dim)
+        fixed = MixerWeights(taps, ones, bias, norm, lower, self.spec.eps)
+        seconds = typical(lambda _: f.mixer(rows, tails, state, fixed, False))
         return KDA_CHUNK * kda.width * (4 * KDA_CHUNK + 3 * kda.head_dim) / seconds
 
     def row_wise(self) -> float:
-        """Numbers a second through the row-wise operators of a KDA layer over a full group."""
-        spec, kda, f = self.spec, self.spec.kda, self.kernels
-        hidden, wide = self.x(GROUP_ROWS, spec.hidden), self.x(KDA_CHUNK, kda.width)
+        """Numbers a second through norms, mixes and sums of a layer over a full group."""
+        spec, f = self.spec, self.kernels
+        hidden = self.x(GROUP_ROWS, spec.hidden)
         norm, entries = torch.ones(spec.hidden, dtype=torch.bfloat16), [hidden] * 4
-        taps, tail = torch.ones(kda.width, kda.conv), wide[: kda.conv - 1]
-        heads = torch.randn(KDA_CHUNK, kda.heads, kda.head_dim)
-        ones, bias = torch.zeros(kda.heads), torch.zeros(kda.width)
-        head_norm = torch.ones(kda.head_dim)
 
         def work(_: int) -> None:
             for _ in range(2):
                 f.attnres(entries, norm, norm, spec.eps)
                 f.rms_norm(hidden, norm, spec.eps)
                 hidden + hidden
-            for _ in range(GROUP_ROWS // KDA_CHUNK):
-                for _ in range(3):
-                    f.short_conv(wide, tail, taps)
-                f.l2_norm(heads)
-                f.l2_norm(heads)
-                f.kda_gate(wide, ones, bias, spec.kda.gate_lower_bound)
-                f.gated_norm(heads, wide, head_norm, spec.eps)
 
-        numbers = GROUP_ROWS * (spec.hidden * (2 * 2 * len(entries) + 4 + 2) + 9 * kda.width)
-        return numbers / typical(work)
+        return GROUP_ROWS * spec.hidden * (2 * 2 * len(entries) + 4 + 2) / typical(work)
 
 
 def _bytes(kind: str, n: int, k: int) -> int:

@@ -6,6 +6,7 @@ asked for, experts arrive.  All rows pass a layer before the next layer begins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -214,7 +215,8 @@ class Model:
     def _check(
         self, layer: int, stream: _Stream, groups: Sequence[Group], runs: Sequence[Run]
     ) -> None:
-        if bool(torch.isfinite(stream.p).all()):
+        # A sum is finite only if its terms are; the other way round is not certain.
+        if math.isfinite(float(stream.p.sum())) or bool(torch.isfinite(stream.p).all()):
             return
         for part in _parts(groups):
             rows = stream.p[part.row : part.row + part.count]

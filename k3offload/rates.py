@@ -36,8 +36,9 @@ class Rates:
     extra: Mapping[str, float]  #: multiply-adds of each further decode row, by format
     ready: Mapping[str, float]  #: bytes of weights made ready for prompt rows, by format
     macs: Mapping[str, float]  #: multiply-adds of prompt rows after that, by format
-    macs32: float  #: multiply-adds of float32 products: head, attention
-    recurrence: float  #: multiply-adds of the chunked KDA recurrence
+    macs32: float  #: multiply-adds of float32 products: further rows of the head, decode attention
+    attention: float  #: multiply-adds of prompt attention, its keys and values expanded
+    recurrence: float  #: multiply-adds of the chunked KDA recurrence, its convolutions and gates
     numbers: float  #: numbers through row-wise operators
     layer: float  #: seconds that a layer costs beside all that
     chunk: float  #: seconds that a chunk of prompt rows costs in a layer beside all that
@@ -67,6 +68,7 @@ def assumed(
         ready=dict.fromkeys(KINDS, ram * READ_SHARE),
         macs=dict.fromkeys(KINDS, products),
         macs32=macs32,
+        attention=macs32,
         recurrence=macs * RECURRENCE_SHARE,
         numbers=ram / BYTES_PER_NUMBER,
         layer=ASSUMED_LAYER,
@@ -91,5 +93,6 @@ def scaled(rates: Rates, *, disk: float = 1.0, ram: float = 1.0, macs: float = 1
         extra=times(rates.extra, macs),
         macs=times(rates.macs, macs),
         macs32=rates.macs32 * macs,
+        attention=rates.attention * macs,
         recurrence=rates.recurrence * macs,
     )

@@ -16,6 +16,7 @@ from .kernels.choose import Kernels
 from .kernels.experts_reference import Job
 from .kernels.glu_reference import Activation
 from .kernels.linear_reference import DenseWeight
+from .kernels.mixer import MixerRows, MixerWeights
 from .kernels.mxfp4 import Mxfp4Weight
 from .kernels.workers import Workers, single_threaded
 
@@ -62,18 +63,18 @@ def _rows(dtype: torch.dtype, kernels: Kernels) -> None:
         dense = DenseWeight(torch.ones(SIZE, SIZE, dtype=torch.bfloat16))
         kernels.experts(x, [Job(dense, dense, dense)], act)
     kernels.attnres([x, x], one, one, 1e-5)
-    kernels.short_conv(x, x[:3], torch.ones(SIZE, 4))
-    decay = kernels.kda_gate(x, one[:2], one, -5.0)
-    kernels.gated_norm(kernels.l2_norm(decay), x, one[:32], 1e-5)
-    torch.argsort(torch.arange(SIZE), stable=True)
+    kernels.combine(x, torch.zeros(SIZE, 2, dtype=torch.int64), torch.ones(SIZE, 2))
     torch.isfinite(x).all()
 
 
 def _attention(dtype: torch.dtype, kernels: Kernels) -> None:
-    rows = torch.ones(SIZE, 2, 32)
-    state = torch.zeros(2, 32, 32)
-    kernels.kda_chunk(rows, rows, rows, -rows, rows[..., 0].contiguous(), state)
-    kernels.kda_step(rows[0], rows[0], rows[0], -rows[0], rows[0, :, 0].contiguous(), state)
+    wide, one, state = torch.ones(SIZE, 64, dtype=dtype), torch.ones(64), torch.zeros(2, 32, 32)
+    fixed = MixerWeights((torch.ones(64, 4),) * 3, one[:2], one, one[:32], -5.0, 1e-5)
+    tails = [torch.zeros(3, 64, dtype=dtype) for _ in range(3)]
+    for count, decode in ((SIZE, False), (1, True)):
+        some = wide[:count]
+        beta = some[:, :2].contiguous()
+        kernels.mixer(MixerRows([some] * 3, some, beta, some), tails, state, fixed, decode)
     heads = torch.ones(2, SIZE, 32)
     partial = Partial(2, SIZE, 32)
     attend(heads, heads, heads, torch.ones(SIZE, SIZE, dtype=torch.bool), 1.0, partial)

@@ -15,10 +15,11 @@ import torch
 
 from ..errors import UsageError
 from ..registry import implementations, names
-from . import native
+from . import mixer, mixer_native, native
 from .experts_reference import Job
 from .glu_reference import Activation
 from .linear_reference import Weight
+from .mixer import MixerRows, MixerWeights
 from .workers import Workers
 
 #: Operator -> the functions of its files.
@@ -26,6 +27,7 @@ OPS: Mapping[str, tuple[str, ...]] = {
     "linear": ("linear",),
     "experts": ("experts",),
     "router": ("router",),
+    "combine": ("combine",),
     "rms_norm": ("rms_norm",),
     "attnres": ("attnres",),
     "short_conv": ("short_conv",),
@@ -34,6 +36,7 @@ OPS: Mapping[str, tuple[str, ...]] = {
     "mla_decode": ("mla_decode",),
 }
 ROW_BY_ROW = ("rms_norm", "attnres", "short_conv", "kda_gate", "l2_norm", "gated_norm")
+MIXED = ("short_conv", "kda_gate", "kda")  #: what `mixer` is put together from
 NATIVE, REFERENCE = "native", "reference"
 
 
@@ -60,6 +63,10 @@ class Kernels:
                 if part in ROW_BY_ROW and backend == NATIVE:  # torch's are done by the caller alone
                     functions[part] = partial(functions[part], workers=workers)
             self.chosen[op] = backend
+        if all(self.chosen[op] == NATIVE for op in MIXED):
+            functions["mixer"] = mixer_native.mixer
+        else:
+            functions["mixer"] = partial(mixer.composed, dict(functions))
         self._f = functions
 
     def _backend(self, op: str, wanted: str | None) -> str:
@@ -84,10 +91,19 @@ class Kernels:
         return y
 
     def experts(
-        self, x: torch.Tensor, jobs: Sequence[Job], act: Activation, decode: bool = False
-    ) -> list[torch.Tensor]:
-        ys: list[torch.Tensor] = self._f["experts"](x, jobs, act, self.workers, decode)
-        return ys
+        self,
+        x: torch.Tensor,
+        jobs: Sequence[Job],
+        act: Activation,
+        decode: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y: torch.Tensor = self._f["experts"](x, jobs, act, self.workers, decode, out)
+        return y
+
+    def combine(self, x: torch.Tensor, at: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._f["combine"](x, at, weights, self.workers)
+        return y
 
     def router(
         self,
@@ -118,36 +134,16 @@ class Kernels:
         y: torch.Tensor = self._f["attnres"](entries, norm, query, eps)
         return y
 
-    def short_conv(
-        self, x: torch.Tensor, tail: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        result: tuple[torch.Tensor, torch.Tensor] = self._f["short_conv"](x, tail, weight)
-        return result
-
-    def kda_gate(
-        self, raw: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower: float | None
+    def mixer(
+        self,
+        rows: MixerRows,
+        tails: Sequence[torch.Tensor],
+        state: torch.Tensor,
+        w: MixerWeights,
+        decode: bool,
     ) -> torch.Tensor:
-        y: torch.Tensor = self._f["kda_gate"](raw, a_log, dt_bias, lower)
-        return y
-
-    def l2_norm(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self._f["l2_norm"](x)
-        return y
-
-    def gated_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        y: torch.Tensor = self._f["gated_norm"](x, gate, weight, eps)
-        return y
-
-    def kda_step(self, *args: torch.Tensor) -> torch.Tensor:
-        """q, k, v, g, beta of one token and the state, which moves on."""
-        y: torch.Tensor = self._f["kda_step"](*args, self.workers)
-        return y
-
-    def kda_chunk(self, *args: torch.Tensor) -> torch.Tensor:
-        """q, k, v, g, beta of a chunk and the state, which moves on."""
-        y: torch.Tensor = self._f["kda_chunk"](*args, self.workers)
+        """A KDA layer between its projections; ``tails`` and ``state`` move on."""
+        y: torch.Tensor = self._f["mixer"](rows, tails, state, w, decode, self.workers)
         return y
 
     def mla_decode(

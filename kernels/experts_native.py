@@ -30,31 +30,34 @@ def experts(
     act: Activation,
     workers: Workers,
     decode: bool = False,
-) -> list[torch.Tensor]:
-    """``x`` [R, K]; a job takes its rows of x (None: all) -> a [n_j, K'] tensor a job, in ``x``'s
-    dtype."""
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each job's rows of ``x`` [R, K], one job's after another's -> [rows of all jobs, K'], in
+    ``x``'s dtype, written to ``out`` if it is given."""
     x = x.contiguous()
     total, k = x.shape
+    width = jobs[0].down.shape[0]
+    rows = array("q", [row for job in jobs if job.rows is not None for row in job.rows])
+    count = len(rows) + total * sum(job.rows is None for job in jobs)
+    if out is None:
+        out = x.new_empty(count, width)
+    assert out.shape == (count, width) and out.dtype == x.dtype and out.is_contiguous()
+    if not count:
+        return out
+    assert not rows or 0 <= min(rows) <= max(rows) < total, (min(rows), max(rows), total)
     fields = array("q")  # JOB_FIELDS of native/api_linear.cpp
-    outputs, kept = [], []  # kept: alive until the call has ended
+    row_at, out_at = rows.buffer_info()[0], out.data_ptr()
+    row_bytes = width * x.element_size()
     for job in jobs:
-        rows = job.rows
-        if rows is None:
-            count, address = total, 0
-        else:
-            assert rows.dtype == torch.int64, rows.dtype
-            rows = rows.contiguous()
-            kept.append(rows)
-            count, address = rows.shape[0], rows.data_ptr()
-        inner, out = job.gate.shape[0], x.new_empty(count, job.down.shape[0])
-        assert job.gate.shape == job.up.shape == (inner, k) and job.down.shape[1] == inner
-        fields.extend((address, count, *place_of(job.gate), *place_of(job.up)))
-        fields.extend((*place_of(job.down), inner, out.shape[1], out.data_ptr()))
-        outputs.append(out)
-    if not any(map(len, outputs)):
-        return outputs
+        inner, own = job.gate.shape[0], total if job.rows is None else len(job.rows)
+        assert job.gate.shape == job.up.shape == (inner, k) and job.down.shape == (width, inner)
+        fields.extend((0 if job.rows is None else row_at, own))
+        fields.extend((*place_of(job.gate), *place_of(job.up), *place_of(job.down)))
+        fields.extend((inner, width, out_at))
+        out_at += own * row_bytes
+        row_at += 0 if job.rows is None else own * rows.itemsize
     _experts(
         native.pool(workers), dtype_of(x), x.data_ptr(), total, k, fields.buffer_info()[0],
         len(jobs), ACTIVATIONS[act.name], act.beta, act.linear_beta or 0.0, decode,
     )  # fmt: skip
-    return outputs
+    return out

@@ -13,12 +13,12 @@ from .workers import Workers
 
 
 class Job(NamedTuple):
-    """One MLP and the rows it takes: numbers of rows of ``x``, int64; None takes them all."""
+    """One MLP and the rows it takes: numbers of rows of ``x``; None takes them all."""
 
     gate: Weight
     up: Weight
     down: Weight
-    rows: torch.Tensor | None = None
+    rows: Sequence[int] | None = None
 
 
 def experts(
@@ -27,15 +27,17 @@ def experts(
     act: Activation,
     workers: Workers,
     decode: bool = False,
-) -> list[torch.Tensor]:
-    """down(act(gate x, up x)) of each job: ``x`` [R, K] -> for each job [n, K'], in ``x``'s dtype.
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """down(act(gate x, up x)) of each job's rows of ``x`` [R, K], one job's after another's, in
+    ``x``'s dtype: [rows of all jobs, K'], written to ``out`` if it is given.
 
     The results of gate, up and activation are rounded to that dtype, as in the released model.
     """
     results = []
     for job in jobs:
-        rows = x if job.rows is None else x[job.rows]
+        rows = x if job.rows is None else x[torch.tensor(job.rows, dtype=torch.int64)]
         gate = linear(rows, job.gate, workers, decode)
         up = linear(rows, job.up, workers, decode)
         results.append(linear(activate(gate, up, act), job.down, workers, decode))
-    return results
+    return torch.cat(results, out=out)

@@ -6,7 +6,7 @@ and tested without an edit here; a new operator needs an entry in ``OPS``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from k3offload import registry
 from k3offload.kernels import native
+from k3offload.kernels.experts_reference import Job
 from k3offload.kernels.linear_reference import DenseWeight, Weight
 from k3offload.kernels.mxfp4 import Mxfp4Weight
 from k3offload.kernels.workers import Workers
@@ -111,6 +112,14 @@ def _linear(
     )
 
 
+def each_job(
+    experts: Function, x: torch.Tensor, jobs: Sequence[Job], *rest: Any
+) -> list[torch.Tensor]:
+    """What ``experts`` gives for each of ``jobs``."""
+    counts = [len(x) if job.rows is None else len(job.rows) for job in jobs]
+    return list(torch.split(experts(x, jobs, *rest), counts))
+
+
 # ---- router ----
 
 EXPERTS, TOP_K = 40, 6
@@ -144,6 +153,15 @@ def _router(decode: bool) -> Op:
         return routed
 
     return Op("router", "router", ("x",), _make_router, call, router_exact)
+
+
+def _make_combine(r: int, g: torch.Generator, t: torch.dtype) -> Inputs:
+    at = torch.randint(0, 30, (r, TOP_K), generator=g)
+    return {"x": randn(g, 30, K, dtype=t), "at": at, "weights": torch.rand(r, TOP_K, generator=g)}
+
+
+def _exact_combine(i: Inputs) -> Tensors:
+    return ((i["x"].double()[i["at"]] * i["weights"].double()[..., None]).sum(1),)
 
 
 # ---- row by row ----
@@ -256,6 +274,10 @@ OPS: dict[str, Op] = {
     "linear-mxfp4-tiles-decode": _linear(lambda g, t: mxfp4(g, *TILES), TILES[1], True),
     "router": _router(False),
     "router-decode": _router(True),
+    "combine": Op(
+        "combine", "combine", ("at", "weights"), _make_combine,
+        lambda f, i, w: (f(i["x"], i["at"], i["weights"], w),), _exact_combine,
+    ),
     "rms_norm": Op(
         "rms_norm", "rms_norm", ("x",), _make_norm,
         lambda f, i, w: (f(i["x"], i["weight"], 1e-5),), _exact_norm,

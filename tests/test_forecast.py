@@ -40,6 +40,7 @@ INSTANT = Rates(
     ready=dict.fromkeys(KINDS, 1e30),
     macs=dict.fromkeys(KINDS, 1e30),
     macs32=1e30,
+    attention=1e30,
     recurrence=1e30,
     numbers=1e30,
     layer=0.0,

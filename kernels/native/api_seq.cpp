@@ -84,6 +84,12 @@ K3_API int k3_route(Pool* pool, int64_t rows, int64_t count, int64_t top_k, int 
     return share_rows(pool, ops().route, args, rows, 3.0 * double(count));
 }
 
+K3_API int k3_combine(Pool* pool, int type, int64_t rows, int64_t count, int64_t width, const void* x,
+                      const int64_t* at, const float* weights, void* out) {
+    CombineArgs args{x, at, weights, out, count, width, Dtype(type)};
+    return share_rows(pool, ops().combine, args, rows, 0.2 * double(count * width));
+}
+
 K3_API int k3_short_conv(Pool* pool, int type, int64_t rows, int64_t channels, int64_t taps,
                          const void* x, const void* tail, const float* weight, float* out,
                          void* moved) {
@@ -95,7 +101,7 @@ K3_API int k3_short_conv(Pool* pool, int type, int64_t rows, int64_t channels, i
 // lower 0: the unbounded gate.
 K3_API int k3_kda_gate(Pool* pool, int type, int64_t rows, int64_t heads, int64_t dim, float lower,
                        const void* raw, const float* a_log, const float* dt_bias, float* out) {
-    GateArgs args{raw, a_log, dt_bias, out, heads, dim, lower, lower != 0, Dtype(type)};
+    GateArgs args{raw, a_log, dt_bias, out, heads, dim, lower, Dtype(type)};
     return share_rows(pool, ops().kda_gate, args, rows, 1.5 * double(heads * dim));
 }
 
@@ -122,6 +128,27 @@ K3_API int k3_kda_chunk(Pool* pool, int64_t rows, int64_t heads, int64_t dk, int
                         float* state, float* out) {
     KdaArgs args{q, k, v, g, beta, state, out, rows, heads, dk, dv};
     return share_rows(pool, ops().kda_chunk, args, heads, 0.07 * double(dk * dv * (rows + 16)));
+}
+
+// places: addresses of x, tail and weight of q, k and v in turn, then those of raw, beta, gate, a_log,
+// dt_bias, norm, state and out.
+K3_API int k3_kda_mixer(Pool* pool, int type, int step, int64_t rows, int64_t heads, int64_t dim,
+                        int64_t taps, float lower, float scale, float unit_eps, float eps,
+                        void* const* places) {
+    MixerArgs a{};
+    for (int j = 0; j < 3; j++) {
+        a.x[j] = places[3 * j], a.tail[j] = places[3 * j + 1];
+        a.weight[j] = static_cast<const float*>(places[3 * j + 2]);
+    }
+    auto floats = [&](int i) { return static_cast<float*>(places[i]); };
+    a.raw = places[9], a.beta = places[10], a.gate = places[11];
+    a.a_log = floats(12), a.dt_bias = floats(13), a.norm = floats(14), a.state = floats(15);
+    a.out = places[16];
+    a.rows = rows, a.heads = heads, a.dim = dim, a.taps = taps;
+    a.lower = lower, a.scale = scale, a.unit_eps = unit_eps, a.eps = eps;
+    a.step = step != 0, a.type = Dtype(type);
+    double ns = step ? 0.6 * double(dim) : 0.07 * double(dim * (rows + 16));
+    return share_rows(pool, ops().kda_mixer, a, heads, double(dim) * (ns + 6.0 * double(rows)));
 }
 
 // heads_each: heads that share a reading of the latents.

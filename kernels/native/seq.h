@@ -44,6 +44,15 @@ struct RouteArgs {  // items: rows
     bool renormalize;
 };
 
+struct CombineArgs {  // items: rows of the result
+    const void* x;      // [.., width]: results of experts in any order
+    const int64_t* at;  // [rows, count]: which of them belong to a row
+    const float* weights;
+    void* out;
+    int64_t count, width;
+    Dtype type;
+};
+
 constexpr int64_t CONV_GROUP = 64;  // channels of an item of short_conv
 
 struct ConvArgs {  // items: groups of CONV_GROUP channels
@@ -60,8 +69,7 @@ struct GateArgs {  // items: rows
     const float *a_log, *dt_bias;
     float* out;
     int64_t heads, dim;
-    float lower;
-    bool bounded;
+    float lower;  // 0: the unbounded gate
     Dtype type;
 };
 
@@ -88,6 +96,21 @@ struct KdaArgs {  // items: heads
     int64_t rows, heads, dk, dv;
 };
 
+// What lies between the projections of a KDA layer, one sequence's rows.  dk = dv = dim.
+struct MixerArgs {  // items: heads
+    const void* x[3];       // q, k, v [rows, heads dim]
+    void* tail[3];          // [taps - 1, heads dim], moves on
+    const float* weight[3];  // [heads dim, taps]
+    const void *raw, *beta, *gate;  // [rows, heads dim], [rows, heads], [rows, heads dim]
+    const float *a_log, *dt_bias, *norm;
+    float* state;  // [heads, dim, dim], moves on
+    void* out;     // [rows, heads dim]
+    int64_t rows, heads, dim, taps;
+    float lower, scale, unit_eps, eps;  // scale of q; eps of l2_norm and gated_norm
+    bool step;  // one token by kda_step, else kda_chunk
+    Dtype type;
+};
+
 struct MlaArgs {  // items: heads
     const void* q;
     const void* const* blocks;
@@ -103,12 +126,14 @@ struct SeqOps {
     void (*glu)(const GluArgs&, int64_t begin, int64_t end);
     void (*attnres)(const MixArgs&, int64_t begin, int64_t end);
     void (*route)(const RouteArgs&, int64_t begin, int64_t end);
+    void (*combine)(const CombineArgs&, int64_t begin, int64_t end);
     void (*short_conv)(const ConvArgs&, int64_t begin, int64_t end);
     void (*kda_gate)(const GateArgs&, int64_t begin, int64_t end);
     void (*l2_norm)(const UnitArgs&, int64_t begin, int64_t end);
     void (*gated_norm)(const GatedNormArgs&, int64_t begin, int64_t end);
     void (*kda_step)(const KdaArgs&, int64_t begin, int64_t end);
     void (*kda_chunk)(const KdaArgs&, int64_t begin, int64_t end);
+    void (*kda_mixer)(const MixerArgs&, int64_t begin, int64_t end);
     void (*mla_decode)(const MlaArgs&, int64_t begin, int64_t end);
 };
 

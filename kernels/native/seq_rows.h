@@ -143,11 +143,34 @@ void route(const RouteArgs& a, int64_t begin, int64_t end) {
     }
 }
 
+// ---- combine ----
+
+// Sums in the order of an expert's number; products are rounded before they are added.
+template <class T>
+void combine_rows(const CombineArgs& a, int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
+        const int64_t* at = a.at + r * a.count;
+        const float* weights = a.weights + r * a.count;
+        auto out = static_cast<T*>(a.out) + r * a.width;
+        groups(a.width, K3_GROUP {
+            F total = all(0);
+            for (int64_t j = 0; j < a.count; j++)
+                total = total + load(static_cast<const T*>(a.x) + at[j] * a.width + i, n) * weights[j];
+            store(out + i, total, n);
+        });
+    }
+}
+
+void combine(const CombineArgs& a, int64_t begin, int64_t end) {
+    K3_TYPED(a.type, combine_rows, a, begin, end);
+}
+
 // ---- short_conv ----
 
 // Channels [c, c + n) of all rows, n <= 16; `taps` holds their weights, [taps][16].
 template <class T>
-K3_INLINE void conv_lanes(const ConvArgs& a, int64_t c, int64_t n, const float* taps) {
+K3_INLINE void conv_lanes(const ConvArgs& a, int64_t c, int64_t n, const float* taps, float* out,
+                          int64_t stride) {
     auto x = static_cast<const T*>(a.x) + c, tail = static_cast<const T*>(a.tail) + c;
     int64_t before = a.taps - 1;
     for (int64_t t = 0; t < a.rows; t++) {
@@ -158,7 +181,7 @@ K3_INLINE void conv_lanes(const ConvArgs& a, int64_t c, int64_t n, const float* 
             F term = load(taps + j * LANES) * load(from, n);
             y = j ? y + term : term;
         }
-        store(a.out + t * a.channels + c, as<T>(y * sigmoid(y)), n);
+        store(out + t * stride, as<T>(y * sigmoid(y)), n);
     }
 }
 
@@ -168,22 +191,23 @@ K3_INLINE void spread_taps(const float* weight, int64_t n, int64_t taps, float* 
         for (int64_t i = 0; i < LANES; i++) to[j * LANES + i] = i < n ? weight[i * taps + j] : 0;
 }
 
+// Channels [first, last) into `out`, whose rows are `stride` apart; then their tail moves on, in
+// place if `moved` is `tail`.
 template <class T>
-void conv_groups(const ConvArgs& a, int64_t begin, int64_t end) {
+void conv_channels(const ConvArgs& a, int64_t first, int64_t last, float* out, int64_t stride) {
     auto taps = static_cast<float*>(scratch(SEQ_SCRATCH, size_t(a.taps * LANES) * sizeof(float)));
-    int64_t last = end * CONV_GROUP < a.channels ? end * CONV_GROUP : a.channels;
-    for (int64_t c = begin * CONV_GROUP; c < last; c += LANES) {
+    for (int64_t c = first; c < last; c += LANES) {
         int64_t n = last - c < LANES ? last - c : LANES;
         const float* weight = a.weight + c * a.taps;
+        float* to = out + (c - first);
         if (n == LANES && a.taps == 4) {  // the compiler knows how to turn a block of this shape
             spread_taps(weight, LANES, 4, taps);
-            conv_lanes<T>(a, c, LANES, taps);
+            conv_lanes<T>(a, c, LANES, taps, to, stride);
         } else {
             spread_taps(weight, n, a.taps, taps);
-            conv_lanes<T>(a, c, n, taps);
+            conv_lanes<T>(a, c, n, taps, to, stride);
         }
     }
-    int64_t first = begin * CONV_GROUP;
     for (int64_t j = 0; j < a.taps - 1; j++) {  // the last taps - 1 of tail and rows
         int64_t row = a.rows + j - (a.taps - 1);
         auto x = static_cast<const T*>(a.x), tail = static_cast<const T*>(a.tail);
@@ -193,29 +217,42 @@ void conv_groups(const ConvArgs& a, int64_t begin, int64_t end) {
     }
 }
 
+template <class T>
+void conv_groups(const ConvArgs& a, int64_t begin, int64_t end) {
+    int64_t first = begin * CONV_GROUP;
+    int64_t last = end * CONV_GROUP < a.channels ? end * CONV_GROUP : a.channels;
+    conv_channels<T>(a, first, last, a.out + first, a.channels);
+}
+
 void short_conv(const ConvArgs& a, int64_t begin, int64_t end) {
     K3_TYPED(a.type, conv_groups, a, begin, end);
 }
 
 // ---- the pointwise parts of a KDA layer ----
 
+// The log decay of one head for one token; lower 0: the unbounded gate.
+template <class T>
+K3_INLINE void gate_head(const T* raw, const float* bias, float rate, float lower, int64_t dim,
+                         float* out) {
+    groups(dim, K3_GROUP {
+        F z = load(raw + i, n) + load(bias + i, n);
+        F y;
+        if (lower != 0)
+            y = sigmoid(all(rate) * z) * lower;
+        else  // beyond 20 the softplus of z is z
+            y = (all(0) - all(rate)) * choose(less(all(20.0f), z), z, log1p(exp(z)));
+        store(out + i, y, n);
+    });
+}
+
 template <class T>
 void gate_rows(const GateArgs& a, int64_t begin, int64_t end) {
     auto rates = static_cast<float*>(scratch(SEQ_SCRATCH, size_t(round_up(a.heads)) * sizeof(float)));
     groups(a.heads, K3_GROUP { store(rates + i, exp(load(a.a_log + i, n))); });
     for (int64_t at = begin * a.heads * a.dim, h = 0; at < end * a.heads * a.dim; at += a.dim) {
-        const float* bias = a.dt_bias + h * a.dim;
-        F rate = all(rates[h]);
+        gate_head(static_cast<const T*>(a.raw) + at, a.dt_bias + h * a.dim, rates[h], a.lower, a.dim,
+                  a.out + at);
         h = h + 1 == a.heads ? 0 : h + 1;
-        groups(a.dim, K3_GROUP {
-            F z = load(static_cast<const T*>(a.raw) + at + i, n) + load(bias + i, n);
-            F y;
-            if (a.bounded)
-                y = sigmoid(rate * z) * a.lower;
-            else  // beyond 20 the softplus of z is z
-                y = (all(0) - rate) * choose(less(all(20.0f), z), z, log1p(exp(z)));
-            store(a.out + at + i, y, n);
-        });
     }
 }
 
@@ -232,16 +269,20 @@ void l2_norm(const UnitArgs& a, int64_t begin, int64_t end) {
 }
 
 template <class T>
+K3_INLINE void gated_head(const float* x, const T* gate, const float* weight, float eps, int64_t dim,
+                          T* out) {
+    F scale = all(inverse_root(sum_of_squares(x, dim) / float(dim) + eps));
+    groups(dim, K3_GROUP {
+        F normed = load(x + i, n) * scale * load(weight + i, n);
+        store(out + i, normed * sigmoid(load(gate + i, n)), n);
+    });
+}
+
+template <class T>
 void gated_rows(const GatedNormArgs& a, int64_t begin, int64_t end) {
-    for (int64_t h = begin * a.heads; h < end * a.heads; h++) {
-        const float* x = a.x + h * a.dim;
-        auto gate = static_cast<const T*>(a.gate) + h * a.dim;
-        F scale = all(inverse_root(sum_of_squares(x, a.dim) / float(a.dim) + a.eps));
-        groups(a.dim, K3_GROUP {
-            F normed = load(x + i, n) * scale * load(a.weight + i, n);
-            store(static_cast<T*>(a.out) + h * a.dim + i, normed * sigmoid(load(gate + i, n)), n);
-        });
-    }
+    for (int64_t h = begin * a.heads; h < end * a.heads; h++)
+        gated_head(a.x + h * a.dim, static_cast<const T*>(a.gate) + h * a.dim, a.weight, a.eps, a.dim,
+                   static_cast<T*>(a.out) + h * a.dim);
 }
 
 void gated_norm(const GatedNormArgs& a, int64_t begin, int64_t end) {
