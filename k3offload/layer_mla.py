@@ -8,18 +8,14 @@ query is brought into the latent space instead).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from .arena import LayerWeights
-from .config import HEAD_GROUP, LATENT_BLOCK, ROW_TILE
-from .kernels.attend_reference import Partial, attend
 from .kernels.choose import Kernels
 from .kernels.linear_reference import Weight
+from .kernels.mla_prefill_reference import Query
 from .kernels.rows import by_lanes
-from .kernels.workers import Workers
 from .scheduler.sweep import Group, Part
 from .spec import MlaSpec, ModelSpec
 from .state import Latents, SequenceState
@@ -80,15 +76,6 @@ def _decode(
     return out
 
 
-@dataclass
-class _Query:
-    """The queries of one part: ``q`` [h, 64, nope + rope], ``out`` [n, h, v] float32."""
-
-    part: Part
-    q: torch.Tensor
-    out: torch.Tensor
-
-
 def prefill(
     q: torch.Tensor,
     group: Group,
@@ -97,58 +84,16 @@ def prefill(
     m: MlaSpec,
     kernels: Kernels,
 ) -> torch.Tensor:
-    """``q`` [R, h, nope + rope] of prompts -> [R, h, v] float32, heads in fixed groups."""
+    """``q`` [R, h, nope + rope] of prompts -> [R, h, v] float32, sequence by sequence."""
     out = torch.empty(q.shape[0], m.heads, m.v)
-    runs: dict[int, list[_Query]] = {}
+    runs: dict[int, list[Part]] = {}
     for part in group.parts:
-        rows = group.own(part)
-        padded = q.new_zeros(m.heads, ROW_TILE, m.nope + m.rope)
-        padded[:, : part.count] = q[rows].transpose(0, 1)
-        runs.setdefault(part.run, []).append(_Query(part, padded, out[rows]))
-
-    def task(i: int) -> None:
-        heads = slice(i * HEAD_GROUP, min((i + 1) * HEAD_GROUP, m.heads))
-        for run, queries in runs.items():
-            _plain(queries, latents[run], up, heads, m, kernels.workers)
-
-    kernels.workers.map(task, -(-m.heads // HEAD_GROUP))
+        runs.setdefault(part.run, []).append(part)
+    for run, parts in runs.items():
+        own, scale = latents[run], (m.nope + m.rope) ** -0.5
+        blocks = [own.rows(b) for b in range(own.blocks)]
+        queries = [Query(q[group.own(part)], part.start) for part in parts]
+        done = kernels.mla_prefill(queries, blocks, own.length, up, m.nope, m.v, scale)
+        for part, attended in zip(parts, done, strict=True):
+            out[group.own(part)] = attended
     return out
-
-
-def _plain(
-    queries: Sequence[_Query],
-    latents: Latents,
-    up: Weight,
-    heads: slice,
-    m: MlaSpec,
-    workers: Workers,
-) -> None:
-    """Per block, k = [W_k c | e] and v = W_v c for ``heads``, then attention of all queries."""
-    count, width = heads.stop - heads.start, m.nope + m.v
-    partials = [Partial(count, ROW_TILE, m.v) for _ in queries]
-    scale = (m.nope + m.rope) ** -0.5
-    q = [query.q[heads].float() for query in queries]
-    weight = up.rows(heads.start * width, heads.stop * width, queries[0].q.dtype, workers)
-    for b in range(latents.blocks):
-        block = latents.block(b)
-        c, extra = block[:, : m.kv_lora].contiguous(), block[:, m.kv_lora :].float()
-        tiles = [F.linear(c[r : r + ROW_TILE], weight) for r in range(0, LATENT_BLOCK, ROW_TILE)]
-        kv = torch.cat(tiles).view(LATENT_BLOCK, count, width).transpose(0, 1).float()
-        k = torch.cat((kv[..., : m.nope], extra.expand(count, -1, -1)), -1)
-        v = kv[..., m.nope :].contiguous()
-        for i, query in enumerate(queries):
-            allowed = _causal(query.part, b)
-            if allowed is not None:
-                attend(q[i], k, v, allowed, scale, partials[i])
-    for query, partial in zip(queries, partials, strict=True):
-        query.out[:, heads] = partial.result()[:, : query.part.count].transpose(0, 1)
-
-
-def _causal(part: Part, block: int) -> torch.Tensor | None:
-    """[64, 256]: which keys of the block each row may see; None if the part ends before it."""
-    first = block * LATENT_BLOCK
-    if first >= part.start + part.count:
-        return None
-    row = torch.arange(ROW_TILE)
-    last_key = torch.where(row < part.count, part.start + row - first, -1)
-    return torch.arange(LATENT_BLOCK)[None, :] <= last_key[:, None]

@@ -22,9 +22,11 @@ def names(folder: str, prefix: str) -> list[str]:
     return sorted(name for name in found if name and "_" not in name)
 
 
+def implementation(folder: str, prefix: str, name: str) -> ModuleType:
+    """The module ``folder/prefix_NAME.py`` of this package, imported."""
+    return import_module(f"{__package__}.{folder}.{prefix}_{name}")
+
+
 def implementations(folder: str, prefix: str) -> dict[str, ModuleType]:
     """The modules ``folder/prefix_NAME.py`` of this package by NAME, imported."""
-    return {
-        name: import_module(f"{__package__}.{folder}.{prefix}_{name}")
-        for name in names(folder, prefix)
-    }
+    return {name: implementation(folder, prefix, name) for name in names(folder, prefix)}

@@ -11,12 +11,13 @@ import threading
 
 import torch
 
-from .kernels.attend_reference import Partial, attend
+from .config import LATENT_BLOCK
 from .kernels.choose import Kernels
 from .kernels.experts_reference import Job
 from .kernels.glu_reference import Activation
 from .kernels.linear_reference import DenseWeight
 from .kernels.mixer import MixerRows, MixerWeights
+from .kernels.mla_prefill_reference import Query
 from .kernels.mxfp4 import Mxfp4Weight
 from .kernels.workers import Workers, single_threaded
 
@@ -75,10 +76,7 @@ def _attention(dtype: torch.dtype, kernels: Kernels) -> None:
         some = wide[:count]
         beta = some[:, :2].contiguous()
         kernels.mixer(MixerRows([some] * 3, some, beta, some), tails, state, fixed, decode)
-    heads = torch.ones(2, SIZE, 32)
-    partial = Partial(2, SIZE, 32)
-    attend(heads, heads, heads, torch.ones(SIZE, SIZE, dtype=torch.bool), 1.0, partial)
-    partial.result()
-    block = torch.ones(SIZE, 48, dtype=dtype)
     up = DenseWeight(torch.ones(2 * SIZE, 32, dtype=torch.bfloat16))
-    kernels.mla_decode(torch.ones(2, 48, dtype=dtype), [block], SIZE, up, 32, 32, 1.0)
+    block, q = torch.ones(LATENT_BLOCK, 48, dtype=dtype), torch.ones(SIZE, 2, 48, dtype=dtype)
+    kernels.mla_prefill([Query(q, 0)], [block], SIZE, up, 32, 32, 1.0)
+    kernels.mla_decode(q[0], [block], SIZE, up, 32, 32, 1.0)

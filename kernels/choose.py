@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ..registry import implementations, names
+from ..registry import implementation, names
 from . import mixer, mixer_native, native
 from .experts_reference import Job
 from .glu_reference import Activation
 from .linear_reference import Weight
 from .mixer import MixerRows, MixerWeights
+from .mla_prefill_reference import Query
+from .triton_run import interpreted
 from .workers import Workers
 
 #: Operator -> the functions of its files.
@@ -34,10 +36,11 @@ OPS: Mapping[str, tuple[str, ...]] = {
     "kda_gate": ("kda_gate", "l2_norm", "gated_norm"),
     "kda": ("kda_step", "kda_chunk"),
     "mla_decode": ("mla_decode",),
+    "mla_prefill": ("mla_prefill",),
 }
 ROW_BY_ROW = ("rms_norm", "attnres", "short_conv", "kda_gate", "l2_norm", "gated_norm")
 MIXED = ("short_conv", "kda_gate", "kda")  #: what `mixer` is put together from
-NATIVE, REFERENCE = "native", "reference"
+NATIVE, REFERENCE, TRITON = "native", "reference", "triton"
 
 
 class Kernels:
@@ -57,7 +60,7 @@ class Kernels:
             raise UsageError(f"There is no operator {op!r}.", f"Known: {', '.join(OPS)}.")
         for op, parts in OPS.items():
             backend = self._backend(op, (wanted or {}).get(op))
-            module = implementations("kernels", op)[backend]
+            module = implementation("kernels", op, backend)
             for part in parts:
                 functions[part] = getattr(module, part)
                 if part in ROW_BY_ROW and backend == NATIVE:  # torch's are done by the caller alone
@@ -71,7 +74,7 @@ class Kernels:
 
     def _backend(self, op: str, wanted: str | None) -> str:
         known = names("kernels", op)
-        usable = [n for n in known if n != NATIVE or self.isa is not None]
+        usable = [n for n in known if self._runs(n)]
         if wanted is None:
             return NATIVE if NATIVE in usable else REFERENCE
         if wanted not in known:
@@ -79,8 +82,14 @@ class Kernels:
                 f"Operator {op} has no implementation {wanted!r}.", f"Known: {', '.join(known)}."
             )
         if wanted not in usable:
-            raise UsageError(f"{op}={wanted} cannot run here: {self.why}", "Leave it out.")
+            why = "Triton kernels need a GPU." if wanted == TRITON else self.why
+            raise UsageError(f"{op}={wanted} cannot run here: {why}", "Leave it out.")
         return wanted
+
+    def _runs(self, backend: str) -> bool:
+        if backend == TRITON:
+            return interpreted()
+        return backend != NATIVE or self.isa is not None
 
     def in_force(self) -> AbstractContextManager[None]:
         """Calls from this thread run this instruction set inside the ``with`` block."""
@@ -161,6 +170,22 @@ class Kernels:
             q, blocks, length, up, nope, v, scale, self.workers
         )[0]
         return y
+
+    def mla_prefill(
+        self,
+        queries: Sequence[Query],
+        blocks: Sequence[torch.Tensor],
+        length: int,
+        up: Weight,
+        nope: int,
+        v: int,
+        scale: float,
+    ) -> list[torch.Tensor]:
+        """The attention results [n, h, v] of prompt rows of one sequence."""
+        ys: list[torch.Tensor] = self._f["mla_prefill"](
+            queries, blocks, length, up, nope, v, scale, self.workers
+        )
+        return ys
 
 
 def _instruction_set(wanted: str | None) -> tuple[str | None, str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Triton reads this when a kernel is defined: the tests run kernels in its interpreter.
+os.environ["TRITON_INTERPRET"] = "1"
 
 # The same examples in every run and on every machine; a slow machine is no failure.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)

@@ -6,7 +6,7 @@ and tested without an edit here; a new operator needs an entry in ``OPS``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from k3offload import registry
-from k3offload.kernels import native
+from k3offload.kernels import native, triton_run
 from k3offload.kernels.experts_reference import Job
 from k3offload.kernels.linear_reference import DenseWeight, Weight
 from k3offload.kernels.mxfp4 import Mxfp4Weight
@@ -52,8 +52,9 @@ def implementations(op: Op) -> dict[str, Function]:
 
 def backends(home: str) -> dict[str, ModuleType]:
     """BACKEND -> module, of every ``kernels/HOME_BACKEND.py`` that can run here."""
-    modules: Mapping[str, ModuleType] = registry.implementations("kernels", home)
-    return {b: m for b, m in modules.items() if b != "native" or native.available()}
+    usable = {"reference": True, "native": native.available(), "triton": triton_run.interpreted()}
+    found = [name for name in registry.names("kernels", home) if usable[name]]
+    return {name: registry.implementation("kernels", home, name) for name in found}
 
 
 def randn(g: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
