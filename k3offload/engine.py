@@ -130,7 +130,8 @@ def open_engine(
 
 def backend_of(kernels: Kernels) -> Backend:
     """What the memory plan has to know about the kernels."""
-    backends = set(kernels.chosen.values())
+    # what prompt attention takes is counted whatever computes the rest
+    backends = {backend for op, backend in kernels.chosen.items() if op != "mla_prefill"}
     return Backend(NATIVE in backends, kernels.isa == "amx", backends != {NATIVE})
 
 
