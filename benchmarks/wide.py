@@ -5,8 +5,9 @@
 Without ``--model`` a checkpoint of 4 layers of released width is made (7 GB) and deleted again.
 For each trunk precision: bytes of weights a decode step touches over its time, as a share of what
 a plain scan of memory reads with as many threads before and after; multiply-adds a second of a
-prompt of 512 tokens, as a share of one large bfloat16 product of torch in the same process; and the
-part of a decode step that the calling thread computes outside kernels.  ``--torch`` adds the torch kernels.
+prompt of 512 tokens, as a share of one large bfloat16 product of torch in the same process; and
+the part of a decode step that the calling thread computes outside kernels.  ``--torch`` adds the
+torch kernels.
 """
 
 from __future__ import annotations

@@ -24,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import SlotsExhausted
-from ..tiers.base import Buffer, CachePolicy, Cancelled, PageId, Priority, Ticket, Tier
+from ..tiers.base import CachePolicy, Cancelled, PageId, Priority, Ticket, Tier
 from .counts import Counts
 
 MOST = 16  #: pages that a lease hands out at once
 PREFETCH_ROOM = 64  #: prefetched pages waiting to be asked for, if the slots allow that many
 
-Batch = list[tuple[PageId, Buffer]]
+#: pages and their slots; on a device these are tensors
+Batch = list[tuple[PageId, Any]]
 
 
 class _Lease:
@@ -58,7 +59,7 @@ class ExpertStore:
     def __init__(
         self,
         tier: Tier,
-        slots: Sequence[Buffer],
+        slots: Sequence[Any],
         policy: CachePolicy,
         prefetch_room: int | None = None,
     ) -> None:
@@ -71,6 +72,10 @@ class ExpertStore:
         self._tier, self._slots, self._policy = tier, slots, policy
         #: whether the policy makes anything of ``note``
         self.hears_router: bool = getattr(policy, "hears_router", False)
+        #: told of slots that are about to be used, and that all their users have been called; a
+        #: device needs to know (tiers/tier_device.py)
+        self._handed_out = getattr(tier, "handed_out", None)
+        self._given_back = getattr(tier, "given_back", None)
         self._free = list(range(len(slots)))[::-1]
         self._slot: dict[PageId, int] = {}  # resident or loading
         self._loading: dict[PageId, Ticket] = {}
@@ -141,6 +146,8 @@ class ExpertStore:
                 batch = [(page, self._slots[self._slot[page]]) for page in lease.held]
             if not batch:
                 return
+            if self._handed_out is not None:
+                self._handed_out([slot for _, slot in batch])
             yield batch
 
     def _wait_for_pages(self, lease: _Lease) -> None:
@@ -221,6 +228,8 @@ class ExpertStore:
             )
 
     def _release_held(self, lease: _Lease) -> None:
+        if self._given_back is not None:
+            self._given_back([self._slots[self._slot[page]] for page in lease.held])
         for page in lease.held:
             self._unpin(page)
         lease.held.clear()

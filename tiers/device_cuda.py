@@ -1,0 +1,117 @@
+"""An NVIDIA GPU through torch: a compute stream, a copy stream, events, locked host memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from contextlib import suppress
+
+import torch
+
+from ..config import show_size
+from .base import Buffer
+from .device import DeviceError, Landed, Mark
+
+PIN_PIECE = 256 << 20  #: bytes that are locked at a time, so that a refusal costs no more
+_REGISTERED = 0  #: what cudaHostRegister returns when it worked
+
+
+class CudaMark:
+    """An event of the compute stream."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+
+    def passed(self) -> bool:
+        return bool(self.event.query())
+
+
+class CudaDevice:
+    """GPU number ``index``.  Its compute stream is the current stream of the calling thread."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch = torch.device("cuda", index)
+        self.name = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
+        self._copies = torch.cuda.Stream(self.torch)
+        self._under_way: queue.SimpleQueue[tuple[torch.cuda.Event, Landed] | None]
+        self._under_way = queue.SimpleQueue()
+        self._pinned: list[Buffer] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._watch, name="k3-copies", daemon=True)
+        self._thread.start()
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch)[0])
+
+    def allocate(self, size: int) -> torch.Tensor:
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=self.torch)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(
+                f"{self.name} was asked for {show_size(size)} and has "
+                f"{show_size(self.free_bytes())} left.",
+                "Give a smaller --vram, or end what else uses the GPU.",
+            ) from error
+
+    def pin(self, memory: Buffer) -> bool:
+        """In pieces; what was locked before a refusal stays locked."""
+        runtime = torch.cuda.cudart()
+        for begin in range(0, memory.nbytes, PIN_PIECE):
+            piece = memory[begin : begin + PIN_PIECE]
+            failed = runtime.cudaHostRegister(piece.ctypes.data, piece.nbytes, 0)
+            if int(failed) != _REGISTERED:
+                with suppress(RuntimeError):  # the error would stick to the next call otherwise
+                    torch.cuda.synchronize(self.torch)
+                return False
+            self._pinned.append(piece)
+        return True
+
+    def copy(self, source: Buffer, to: torch.Tensor, after: Mark | None, landed: Landed) -> None:
+        assert source.nbytes == to.nbytes, (source.nbytes, to.nbytes)
+        event = torch.cuda.Event()
+        try:
+            with self._lock, torch.cuda.stream(self._copies):
+                if after is not None:
+                    assert isinstance(after, CudaMark)
+                    self._copies.wait_event(after.event)
+                to.copy_(torch.from_numpy(source), non_blocking=True)
+                event.record(self._copies)
+                self._under_way.put((event, landed))
+        except RuntimeError as error:
+            landed(_failed(self.name, error))
+
+    def mark(self) -> CudaMark:
+        mark = CudaMark()
+        mark.event.record(torch.cuda.current_stream(self.torch))
+        return mark
+
+    def handed_out(self, memory: torch.Tensor) -> None:
+        """Nothing is checked here."""
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._under_way.put(None)
+        self._thread.join()
+        for piece in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(piece.ctypes.data)
+        self._pinned.clear()
+
+    def _watch(self) -> None:
+        """Copies end in the order of their stream."""
+        while (one := self._under_way.get()) is not None:
+            event, landed = one
+            try:
+                event.synchronize()
+            except RuntimeError as error:
+                landed(_failed(self.name, error))
+            else:
+                landed(None)
+
+
+def _failed(name: str, error: RuntimeError) -> DeviceError:
+    return DeviceError(
+        f"A copy to {name} failed: {error}.", "The driver's log (dmesg) may say more."
+    )

@@ -1,0 +1,147 @@
+"""An accelerator on the CPU that makes mistakes visible, for tests and for development.
+
+* Copies land late and in any order; until then their memory holds 0xff, which is NaN as bfloat16
+  and float32 and no scale of MXFP4.  What a kernel reads too early is seen in the result.
+* The source is read when the copy lands, not when it is asked for: a page that was given up too
+  early arrives as something else.
+* Kernels run at once (the CPU has one stream), so memory that is written while a kernel would
+  still read it cannot be seen in a result.  It is checked instead: a copy into memory that was
+  handed out must come after a mark that was made after the last use.
+* A mark has passed only some time after it was made.
+* The n-th copy fails where that is asked for, and memory ends where it is said to end.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from ..config import show_size
+from .base import Buffer
+from .device import DeviceError, Landed, Mark
+
+POISON = 0xFF
+
+
+class FakeMark:
+    """A point of the compute stream that is passed ``delay`` seconds after it was made."""
+
+    def __init__(self, number: int, delay: float) -> None:
+        self.number = number
+        self._end = time.perf_counter() + delay
+
+    def passed(self) -> bool:
+        return time.perf_counter() >= self._end
+
+
+@dataclass(eq=False)
+class _Copy:
+    source: Buffer
+    to: torch.Tensor
+    after: FakeMark | None
+    landed: Landed
+    number: int
+    not_before: float = field(default=0.0)
+
+    def ready(self) -> bool:
+        passed = self.after is None or self.after.passed()
+        return passed and time.perf_counter() >= self.not_before
+
+
+class FakeDevice:
+    """``size`` bytes of device memory; copies take up to ``delay`` seconds.  ``failing``: numbers
+    of copies, counted from 0, that fail; ``pinnable``: bytes that may be pinned."""
+
+    def __init__(
+        self,
+        size: int,
+        seed: int = 0,
+        delay: float = 0.0005,
+        failing: frozenset[int] = frozenset(),
+        pinnable: int | None = None,
+    ) -> None:
+        self.name, self.torch = "fake", torch.device("cpu")
+        self._size, self._delay, self._failing = size, delay, failing
+        self._pinnable = pinnable
+        self._random = random.Random(seed)
+        self._used = 0
+        self._marks = self._copies = 0
+        self._uses: dict[int, int] = {}  # address -> number of the first mark that covers its use
+        self._waiting: list[_Copy] = []
+        self._change = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="k3-fake-device", daemon=True)
+        self._thread.start()
+
+    def free_bytes(self) -> int:
+        return self._size - self._used
+
+    def allocate(self, size: int) -> torch.Tensor:
+        with self._change:
+            if self._used + size > self._size:
+                raise DeviceError(
+                    f"The device was asked for {show_size(size)} and has "
+                    f"{show_size(self._size - self._used)} left.",
+                    "Give a smaller --vram.",
+                )
+            self._used += size
+        return torch.full((size,), POISON, dtype=torch.uint8)
+
+    def pin(self, memory: Buffer) -> bool:
+        if self._pinnable is None:
+            return True
+        self._pinnable -= memory.nbytes
+        return self._pinnable >= 0
+
+    def copy(self, source: Buffer, to: torch.Tensor, after: Mark | None, landed: Landed) -> None:
+        assert source.nbytes == to.nbytes, (source.nbytes, to.nbytes)
+        assert after is None or isinstance(after, FakeMark)
+        with self._change:
+            assert not self._closing, "the device is closed"
+            use = self._uses.pop(to.data_ptr(), 0)
+            assert use == 0 or (after is not None and after.number >= use), (
+                "device memory would be overwritten while kernels still read it"
+            )
+            to.fill_(POISON)
+            one = _Copy(source, to, after, landed, self._copies)
+            one.not_before = time.perf_counter() + self._random.random() * self._delay
+            self._copies += 1
+            self._waiting.append(one)
+            self._change.notify_all()
+
+    def mark(self) -> FakeMark:
+        with self._change:
+            self._marks += 1
+            return FakeMark(self._marks, self._random.random() * self._delay)
+
+    def handed_out(self, memory: torch.Tensor) -> None:
+        with self._change:
+            self._uses[memory.data_ptr()] = self._marks + 1
+
+    def close(self) -> None:
+        with self._change:
+            self._closing = True
+            self._change.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                ready = [one for one in self._waiting if one.ready()]
+                if not ready:
+                    if self._closing and not self._waiting:
+                        return
+                    self._change.wait(self._delay / 4 if self._waiting else None)
+                    continue
+                one = self._random.choice(ready)
+                self._waiting.remove(one)
+            error = None
+            if one.number in self._failing:
+                error = DeviceError("A copy to the device failed.", "Try again.")
+            else:
+                one.to.copy_(torch.from_numpy(one.source))
+            one.landed(error)
