@@ -22,6 +22,7 @@ from .spec import ModelSpec
 from .tiers.base import Buffer
 
 Made = TypeVar("Made")
+Memory = Buffer | torch.Tensor  #: bytes in RAM, or of a device
 
 DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I8": torch.int8,
@@ -29,21 +30,26 @@ DTYPES = {
 }  # fmt: skip
 
 
-def view(memory: Buffer, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+def as_bytes(memory: Memory) -> torch.Tensor:
+    """``memory`` as a tensor of bytes, the same memory."""
+    return memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
+
+
+def view(memory: Memory, dtype: str, shape: Sequence[int]) -> torch.Tensor:
     """The tensor that the bytes ``memory`` are."""
-    return torch.from_numpy(memory).view(DTYPES[dtype]).view(*shape)
+    return as_bytes(memory).view(DTYPES[dtype]).view(*shape)
 
 
 class LayerWeights:
     """Named tensors of one layer (or of the model as a whole: ``layer == -1``) in ``arena``."""
 
     def __init__(
-        self, layer: int, tensors: Sequence[Tensor], precision: str, arena: Buffer, spec: ModelSpec
+        self, layer: int, tensors: Sequence[Tensor], precision: str, arena: Memory, spec: ModelSpec
     ) -> None:
         self.layer, self.precision, self.arena = layer, precision, arena
         self.items, self.size = lay_out(tensors, precision)
-        assert arena.size >= self.size, (layer, arena.size, self.size)
-        self._spec = spec
+        assert len(arena) >= self.size, (layer, len(arena), self.size)
+        self._spec, self._source = spec, tensors
         self._tensors = {
             part.name: view(arena[at : at + part.nbytes], part.dtype, part.shape)
             for item in self.items
@@ -51,6 +57,10 @@ class LayerWeights:
         }
         self._matrices: dict[str, Weight] = {}
         self._kept: Any = None
+
+    def laid_in(self, arena: Memory) -> LayerWeights:
+        """The same layer in other memory, which holds nothing of it yet."""
+        return LayerWeights(self.layer, self._source, self.precision, arena, self._spec)
 
     @property
     def read_bytes(self) -> int:

@@ -153,7 +153,7 @@ def _open(
     meter: Meter,
 ) -> Engine:
     """The engine, once every option is known to make sense."""
-    from .engine import open_engine
+    from .load import open_engine
     from .options import Options, Watch
     from .plan_text import lowered, plan_lines
 

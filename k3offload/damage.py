@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 
 from .config import show_size
-from .engine import Engine, open_engine
+from .engine import Engine
 from .errors import DoesNotFit, UsageError
+from .load import open_engine
 from .model import Emit, Run
 from .precision import PRECISIONS
 from .spec import ModelSpec

@@ -1,28 +1,28 @@
-"""``load``: a model folder and a memory budget become an ``Engine`` that sessions share."""
+"""The engine: loaded weights under a memory plan, and the sweeps that sessions share."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
+from .accelerator import Accelerator
 from .budget import demand_of
 from .budget_kernels import Backend
 from .checkpoint import Checkpoint
-from .config import parse_size
+from .devices import open_device
 from .errors import DoesNotFit, K3Error, SessionError, UsageError
-from .find import find_model
-from .kernels.choose import NATIVE, Kernels
+from .kernels.choose import NATIVE, TRITON, Kernels
 from .kernels.workers import Workers
-from .machine import default_threads, read_machine, steady_allocator, trim_allocator
-from .model import Hooks, Model, Run
-from .options import POLICY, PREDICT, Options, Watch, limits_of
+from .layer_moe import Side
+from .machine import read_machine, steady_allocator, trim_allocator
+from .model import Hooks, Model, Run, Sides
+from .options import Options, Watch, limits_of
 from .precision import choose_precision
 from .registry import implementations
 from .scheduler.counts import Counts
@@ -34,6 +34,7 @@ from .session import Session
 from .spec import ModelSpec
 from .state import Ledger, SequenceState
 from .tiers.base import PageId
+from .tiers.device import Device
 from .tiers.tier_disk import DiskTier
 from .tiers.tier_ram import Slab
 from .tokenizer import Tokenizer
@@ -43,89 +44,9 @@ from .weights import Weights
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def load(
-    path: str | Path,
-    *,
-    ram: str | int | None = None,
-    cache: str | int | None = None,
-    dtype: str = "bfloat16",
-    trunk: str | None = None,
-    context: int = 4096,
-    sessions: int = 1,
-    sweep: int = 512,
-    threads: int | None = None,
-    kernels: Mapping[str, str] | None = None,
-    isa: str | None = None,
-    policy: str = POLICY,
-    predict: str = PREDICT,
-    watch: Watch | None = None,
-) -> Engine:
-    """Open the model in folder ``path`` (or ``"nano"``, the one that comes with the package).
-
-    ``ram``: bytes this process may use in all (``"16G"`` = 16e9); ``cache``: cap on the part of it
-    that holds routed experts; ``dtype``: of the activations; ``trunk``: precision of the trunk's
-    large matrices, as the folder has it, or ``int8`` or ``mxfp4``, which lose some; ``context``:
-    tokens a session may reach; ``sessions``: how many sequence states (sessions and snapshots) to
-    reserve for; ``sweep``: most prompt tokens in one pass; ``kernels``: operator -> backend, like
-    ``{"linear": "reference"}``; ``isa``: instruction set of the native kernels; ``policy``,
-    ``predict``: which expert leaves a full cache, and which are read ahead.  None but ``dtype``,
-    ``trunk``, ``kernels`` and ``isa`` changes a bit of the results, as long as ``sweep`` is a
-    multiple of 64.
-
-    Raises ``ConfigError``, ``CheckpointError``, ``TokenizerError``, or ``DoesNotFit`` with the
-    missing bytes, before any weight is read.
-    """
-    sizes = {"context": context, "sessions": sessions, "sweep": sweep}
-    return open_engine(
-        path,
-        lambda tokenizer, spec: sizes,
-        ram=ram,
-        cache=cache,
-        dtype=dtype,
-        trunk=trunk,
-        threads=threads,
-        kernels=kernels,
-        isa=isa,
-        policy=policy,
-        predict=predict,
-        watch=watch,
-    )
-
-
-def open_engine(
-    path: str | Path,
-    sizes: Callable[[Tokenizer, ModelSpec], dict[str, int]],
-    *,
-    ram: str | int | None = None,
-    cache: str | int | None = None,
-    dtype: str = "bfloat16",
-    trunk: str | None = None,
-    threads: int | None = None,
-    kernels: Mapping[str, str] | None = None,
-    isa: str | None = None,
-    policy: str = POLICY,
-    predict: str = PREDICT,
-    watch: Watch | None = None,
-) -> Engine:
-    """``load`` for callers who know ``context``, ``sessions``, ``sweep`` or ``extra`` (bytes they
-    will keep themselves) only once they can count tokens: ``sizes`` returns them, given the
-    tokenizer and the spec, before any memory is planned."""
-    folder = find_model(path)
-    checkpoint = Checkpoint.open(folder)
-    tokenizer = Tokenizer.load(folder, checkpoint.spec)
-    options = Options(
-        ram=None if ram is None else parse_size(ram),
-        cache=None if cache is None else parse_size(cache),
-        dtype=dtype,
-        trunk=trunk,
-        threads=default_threads() if threads is None else threads,
-        kernels=kernels or {},
-        isa=isa,
-        policy=policy,
-        predict=predict,
-        **sizes(tokenizer, checkpoint.spec),
-    )
-    return Engine(checkpoint, tokenizer, options, watch or Watch())
+def _for_cpu(kernels: Mapping[str, str]) -> dict[str, str]:
+    """What of ``--kernel`` is meant for the CPU."""
+    return {op: backend for op, backend in kernels.items() if backend != TRITON}
 
 
 def backend_of(kernels: Kernels) -> Backend:
@@ -139,7 +60,12 @@ class Engine:
     """Loaded weights with tiers and store, shared by sessions.  Close it, or use ``with``."""
 
     def __init__(
-        self, checkpoint: Checkpoint, tokenizer: Tokenizer, options: Options, watch: Watch
+        self,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        options: Options,
+        watch: Watch,
+        device: str | Device = "auto",
     ) -> None:
         self.spec: ModelSpec = checkpoint.spec
         self.tokenizer = tokenizer
@@ -152,7 +78,11 @@ class Engine:
         self._dtype = DTYPES[options.dtype]
         steady_allocator()
         self._workers = Workers(options.threads)
-        self.kernels = Kernels(self._workers, options.kernels, options.isa)
+        opened, self.device_line = open_device(device)
+        self.kernels = Kernels(self._workers, _for_cpu(options.kernels), options.isa)
+        self.accelerator: Accelerator | None = None
+        if opened is not None:
+            self.accelerator = Accelerator(opened, checkpoint, options, self._workers, watch.warn)
         self.disk = DiskTier(
             checkpoint.files, lambda page: checkpoint.expert(*page).extents, watch.warn
         )
@@ -182,6 +112,9 @@ class Engine:
             policy=options.policy,
             backend=backend_of(self.kernels),
         )
+        there = self.accelerator
+        if there is not None:
+            demand = there.make_plan(demand, self.trunk)
         self.plan: Plan = make_plan(demand, limits_of(machine, options))
         self._watch.plan(self.plan)
         streamed = len(self.spec.layers) - len(self.plan.resident_layers)
@@ -190,13 +123,20 @@ class Engine:
                 f"{streamed} layers stream and are quantised anew in every sweep; k3offload pack "
                 f"MODEL OUT --trunk {self.trunk} does it once, and less is read."
             )
-        self.weights = Weights(checkpoint, self.disk, self.plan, self.trunk, self._workers)
+        elsewhere = there.elsewhere if there else frozenset()
+        self.weights = Weights(
+            checkpoint, self.disk, self.plan, self.trunk, self._workers, elsewhere
+        )
         self.weights.load(self._watch.loading)
         self.store: ExpertStore | None = None
         if self.plan.slots:
             slab = Slab(self.plan.slots * self.plan.slot_bytes)
             policy = implementations("scheduler", "policy")[options.policy].Policy(self.plan.slots)
             self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), policy)
+            if there is not None:
+                there.lock(slab.bytes)
+        if there is not None:
+            there.load(self.weights, self.store, self.disk)
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
         self._counts = {
             "experts": self.store.counts if self.store else Counts(),
@@ -204,14 +144,28 @@ class Engine:
             "head": self.weights.head_counts,
             "embedding": self.weights.embed_counts,
         }
-        self._model = Model(self.weights, self.store, self.kernels, self._dtype, self._schedule())
+        self._build(there)
 
-    def _schedule(self) -> Schedule | None:
+    def _build(self, there: Accelerator | None) -> None:
+        """The model over what was loaded."""
+        store, here = self.store, Side(self.kernels, torch.device("cpu"))
+        if there is None:
+            sides = Sides((here,) * len(self.spec.layers), here, here)
+            self._model = Model(self.weights, store, sides, self._dtype, self._schedule(store))
+            return
+        self._counts["trunk on the device"] = there.trunk.counts
+        if there.store is not None:
+            store = there.store
+            self._counts["experts on the device"] = store.counts
+        sides = there.sides(self.kernels)
+        self._model = Model(there.trunk, store, sides, self._dtype, self._schedule(store))
+
+    def _schedule(self, store: ExpertStore | None) -> Schedule | None:
         """Look-ahead, where experts are missing at all."""
         moe = self.spec.moe
-        if self.store is None or moe is None or self.store.slots >= self.plan.experts:
+        if store is None or moe is None or store.slots >= self.plan.experts:
             return None
-        return Schedule(self.store, self._predictor, moe.top_k)
+        return Schedule(store, self._predictor, moe.top_k)
 
     def _make_predictor(self) -> Any:
         moe = self.spec.moe
@@ -227,7 +181,8 @@ class Engine:
         return Session(self)
 
     def new_state(self) -> SequenceState:
-        return SequenceState(self.spec, self._dtype, self._ledger)
+        homes = self.accelerator.homes(self._ledger) if self.accelerator else None
+        return SequenceState(self.spec, self._dtype, self._ledger, homes)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; spellings of special tokens are ordinary text."""
@@ -359,6 +314,8 @@ class Engine:
                         last_first.callback(self.__dict__.pop, name, None)
                     last_first.callback(self._workers.close)
                     last_first.callback(self.disk.close)
+                    if self.accelerator is not None:
+                        last_first.callback(self.accelerator.close)
                     if "weights" in self.__dict__:
                         last_first.callback(self.weights.close)
 

@@ -28,7 +28,7 @@ from .tiers.tier_disk import DiskTier
 class Fetch:
     """Fills ``weights`` from ``disk``."""
 
-    def __init__(self, weights: LayerWeights, disk: DiskTier, priority: Priority) -> None:
+    def __init__(self, weights: LayerWeights, disk: DiskTier | None, priority: Priority) -> None:
         self.weights, self._disk = weights, disk
         self.asked = self._priority = priority
         self._begun = threading.Lock()  # taken once, by whoever runs the fetch
@@ -93,6 +93,7 @@ class Fetch:
 
     def _fill(self, workers: Workers | None) -> None:
         arena, pieces = self.weights.arena, []
+        assert not isinstance(arena, torch.Tensor)
         for item in self.weights.items:
             if not item.quantised:
                 begin, location = item.at[0], item.tensor.location
@@ -151,6 +152,7 @@ class Fetch:
             if self._dropped:
                 raise Cancelled("nobody wants these weights any more")
             self._tickets = [t for t in self._tickets if not t.done()]
+            assert self._disk is not None
             ticket = self._disk.read_scatter(pieces, self._priority)
             self._tickets.append(ticket)
         return ticket

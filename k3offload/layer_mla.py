@@ -67,7 +67,7 @@ def _decode(
     kernels: Kernels,
 ) -> torch.Tensor:
     """``q`` [R, h, nope + rope], a token of another sequence in each row -> [R, h, v] float32."""
-    out = torch.empty(q.shape[0], m.heads, m.v)
+    out = q.new_empty(q.shape[0], m.heads, m.v, dtype=torch.float32)
     for i, part in enumerate(group.parts):
         own = latents[part.run]
         blocks = [own.rows(b) for b in range(own.blocks)]
@@ -85,7 +85,7 @@ def prefill(
     kernels: Kernels,
 ) -> torch.Tensor:
     """``q`` [R, h, nope + rope] of prompts -> [R, h, v] float32, sequence by sequence."""
-    out = torch.empty(q.shape[0], m.heads, m.v)
+    out = q.new_empty(q.shape[0], m.heads, m.v, dtype=torch.float32)
     runs: dict[int, list[Part]] = {}
     for part in group.parts:
         runs.setdefault(part.run, []).append(part)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,13 @@ from .tiers.base import Buffer, PageId
 ExpertWeights = Callable[[PageId, Buffer], tuple[Weight, Weight, Weight]]  #: gate, up, down
 #: layer, group, experts [R, k], weights [R, k], scores [R, E] float32, by which they were chosen
 OnRoute = Callable[[int, Group, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class Side(NamedTuple):
+    """A place where something is computed: its kernels, and the device of its tensors."""
+
+    kernels: Kernels
+    where: torch.device
 
 
 @lru_cache(maxsize=8)
@@ -53,10 +61,11 @@ def moe(
     store: ExpertStore,
     expert_weights: ExpertWeights,
     kernels: Kernels,
+    side: Side,
     on_route: OnRoute,
 ) -> torch.Tensor:
-    """LatentMoE of one layer: calls ``emit(group, [R, H])`` once for each group.  Returns what the
-    experts were given, [R, Z]."""
+    """LatentMoE of one layer: calls ``emit(group, [R, H])`` once for each group.  ``side`` computes
+    the routed experts.  Returns what they were given, [R, Z]."""
     assert spec.moe is not None
     m = spec.moe
     xs = [normed(group) for group in groups]
@@ -72,15 +81,15 @@ def moe(
             if m.shared_width:  # the shared result takes the place of its input
                 xs[i] = mlp(x, "block_sparse_moe.shared_experts", w, spec, kernels, group.decode)
         latent = torch.cat(latents) if len(latents) > 1 else latents[0]
-        results = _Results(latent, experts.shape[1], spec)
+        results = _Results(latent.to(side.where), experts.shape[1], spec)
         decoding = sum(group.end - group.begin for group in groups if group.decode)
         for batch in arrivals:
             weights = [expert_weights(page, buffer) for page, buffer in batch]
-            results.run(weights, [places[page] for page, _ in batch], decoding, kernels)
-    at = results.at
+            results.run(weights, [places[page] for page, _ in batch], decoding, side.kernels)
+    at, shares = results.at.to(side.where), shares.to(side.where)
     for group, shared in zip(groups, xs, strict=True):
-        rows = slice(group.begin, group.end)
-        y = _combine(results.y, at[rows], shares[rows], group, w, spec, kernels)
+        own = side.kernels.combine(results.y, at[group.rows], shares[group.rows])
+        y = _projected(own.to(shared.device), group, w, spec, kernels)
         emit(group, y.add_(shared) if m.shared_width else y)
     return latent
 
@@ -183,18 +192,11 @@ def _calls(places: Sequence[list[int]]) -> Iterator[list[tuple[int, list[int]]]]
         yield call
 
 
-def _combine(
-    results: torch.Tensor,
-    at: torch.Tensor,
-    shares: torch.Tensor,
-    group: Group,
-    w: LayerWeights,
-    spec: ModelSpec,
-    kernels: Kernels,
+def _projected(
+    y: torch.Tensor, group: Group, w: LayerWeights, spec: ModelSpec, kernels: Kernels
 ) -> torch.Tensor:
-    """The routed part of a group's result, [R, H]."""
+    """The routed part of a group's result, [R, H], from the sum over experts [R, Z]."""
     assert spec.moe is not None
-    y = kernels.combine(results, at, shares)
     if spec.moe.latent_norm:
         y = kernels.rms_norm(y, w.vector("block_sparse_moe.routed_expert_norm.weight"), spec.eps)
     if spec.moe.latent is not None:

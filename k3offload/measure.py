@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from .config import GROUP_ROWS, KDA_CHUNK, LATENT_BLOCK, ROW_TILE
-from .engine import DTYPES, load
+from .engine import DTYPES
 from .forecast import attended_pairs
 from .kernels import native
 from .kernels.choose import Kernels
@@ -29,10 +29,11 @@ from .kernels.mxfp4 import Mxfp4Weight
 from .kernels.workers import Workers, single_threaded
 from .layer_mla import prefill
 from .layer_moe import activation
+from .load import load
 from .rates import ASSUMED_DISK, EXPERTS, FORMATS, Rates
 from .scheduler.sweep import Span, pack
 from .spec import ModelSpec
-from .state import Latents, Ledger
+from .state import Home, Latents, Ledger
 
 ARENA = 512 << 20  #: bytes of made-up weights
 CHUNK = 32 << 20  #: bytes of it that a thread scans at a time
@@ -257,7 +258,7 @@ class _Bench:
         on the way: a full group of rows after a block of latents."""
         m, after = self.spec.mla, LATENT_BLOCK
         rows = min(GROUP_ROWS, 2 * LATENT_BLOCK)
-        latents = Latents(Ledger(1 << 30), m.latent, self.dtype)
+        latents = Latents(Home(torch.device("cpu"), Ledger(1 << 30)), m.latent, self.dtype)
         latents.append(self.x(after + rows, m.latent))
         (group,) = pack([Span(after, rows, False)])
         q = self.x(rows, m.heads, m.nope + m.rope)

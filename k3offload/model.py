@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +17,12 @@ import torch
 
 from .arena import LayerWeights
 from .config import ROW_TILE
+from .device_trunk import DeviceTrunk
 from .errors import K3Error, NumericError
-from .kernels.choose import Kernels
 from .kernels.workers import single_threaded
 from .layer_kda import kda
 from .layer_mla import mla
-from .layer_moe import OnRoute, mlp, moe, route
+from .layer_moe import OnRoute, Side, mlp, moe, route
 from .scheduler.schedule import Schedule
 from .scheduler.store import ExpertStore
 from .scheduler.sweep import Group, Part, Span, pack
@@ -30,6 +31,14 @@ from .state import SequenceState
 from .weights import Weights
 
 Floats = npt.NDArray[np.float32]
+
+
+class Sides(NamedTuple):
+    """Who computes what: each layer, the routed experts, the head."""
+
+    layers: tuple[Side, ...]
+    experts: Side
+    head: Side
 
 
 @dataclass
@@ -65,25 +74,34 @@ class Hooks:
 
 @dataclass
 class _Stream:
-    """The residual stream: ``p`` [R, H] the running sum, ``summaries`` the sealed blocks."""
+    """The residual stream: ``p`` [R, H] the running sum, ``summaries`` the sealed blocks; where it
+    is now, and what computes there."""
 
     p: torch.Tensor
+    side: Side
     summaries: list[torch.Tensor] = field(default_factory=list)
+
+    def move(self, side: Side) -> None:
+        """Go on at ``side``."""
+        if side.where != self.side.where:
+            self.p = self.p.to(side.where)
+            self.summaries = [summary.to(side.where) for summary in self.summaries]
+        self.side = side
 
 
 class Model:
-    """K3's forward pass over ``weights`` and the expert store ``store``."""
+    """K3's forward pass over ``weights`` and the expert store ``store``, computed at ``sides``."""
 
     def __init__(
         self,
-        weights: Weights,
+        weights: Weights | DeviceTrunk,
         store: ExpertStore | None,
-        kernels: Kernels,
+        sides: Sides,
         dtype: torch.dtype,
         schedule: Schedule | None = None,
     ) -> None:
         self.spec = weights.spec
-        self._weights, self._store, self._kernels, self._dtype = weights, store, kernels, dtype
+        self._weights, self._store, self._sides, self._dtype = weights, store, sides, dtype
         self._schedule = schedule
 
     def sweep(self, runs: Sequence[Run], emit: Emit, hooks: Hooks) -> None:
@@ -102,16 +120,19 @@ class Model:
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
         try:
-            with single_threaded(), self._kernels.in_force():
-                stream = _Stream(self._embed(runs, groups))
+            with single_threaded(), self._sides.experts.kernels.in_force():
+                first = self._sides.layers[0]
+                stream = _Stream(self._embed(runs, groups).to(first.where), first)
                 for layer in self.spec.layers:
                     hooks.before_layer(layer.index)
+                    stream.move(self._sides.layers[layer.index])
                     with self._weights.layer(layer.index) as w:
                         self._attention(layer, stream, groups, runs, w)
                         latent = self._feed_forward(layer, stream, groups, w, on_route)
                         if ahead:
                             self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)
                     self._check(layer.index, stream, groups, runs)
+                stream.move(self._sides.head)
                 self._head(stream, groups, runs, emit)
         except BaseException as error:
             for run in runs:
@@ -145,11 +166,11 @@ class Model:
             stream.p = torch.empty_like(before)
         sources = [*stream.summaries] if seals else [*stream.summaries, before]
         states = [run.state for run in runs]
-        sublayer = kda if layer.attention == "kda" else mla
+        sublayer, kernels = kda if layer.attention == "kda" else mla, stream.side.kernels
         for group in groups:
-            h = self._mix([s[group.rows] for s in sources], w, "self_attention_res")
-            x = self._kernels.rms_norm(h, w.vector("input_layernorm.weight"), self.spec.eps)
-            y = sublayer(x, group, states, w, self.spec, self._kernels)
+            h = self._mix(stream, [s[group.rows] for s in sources], w, "self_attention_res")
+            x = kernels.rms_norm(h, w.vector("input_layernorm.weight"), self.spec.eps)
+            y = sublayer(x, group, states, w, self.spec, kernels)
             stream.p[group.rows] = y if seals else before[group.rows] + y
 
     def _feed_forward(
@@ -161,12 +182,12 @@ class Model:
         on_route: OnRoute,
     ) -> torch.Tensor | None:
         """p <- p + ffn(norm(mix)).  Returns what routed experts were given, [R, Z]."""
-        sources = [*stream.summaries, stream.p]
+        sources, kernels = [*stream.summaries, stream.p], stream.side.kernels
 
         def normed(group: Group) -> torch.Tensor:
-            h = self._mix([s[group.rows] for s in sources], w, "mlp_res")
+            h = self._mix(stream, [s[group.rows] for s in sources], w, "mlp_res")
             norm = w.vector("post_attention_layernorm.weight")
-            return self._kernels.rms_norm(h, norm, self.spec.eps)
+            return kernels.rms_norm(h, norm, self.spec.eps)
 
         def emit(group: Group, z: torch.Tensor) -> None:
             stream.p[group.rows] += z
@@ -174,12 +195,12 @@ class Model:
         if layer.ffn == "dense":
             for group in groups:
                 x = normed(group)
-                emit(group, mlp(x, "mlp", w, self.spec, self._kernels, group.decode))
+                emit(group, mlp(x, "mlp", w, self.spec, kernels, group.decode))
             return None
         assert self._store is not None
         return moe(
-            normed, emit, groups, w, self.spec, self._store, self._weights.expert, self._kernels,
-            on_route,
+            normed, emit, groups, w, self.spec, self._store, self._weights.expert, kernels,
+            self._sides.experts, on_route,
         )  # fmt: skip
 
     def _look_ahead(
@@ -195,22 +216,27 @@ class Model:
         if not following or following[0].ffn != "moe":
             return
         index, scores = following[0].index, None
-        w = self._weights.peek(index) if schedule.asks_router else None
+        near = self._sides.layers[index] == stream.side
+        w = self._weights.peek(index) if near and schedule.asks_router else None
         if w is not None:
             # Sealed or not, the next layer mixes the same sums, but for what its attention adds.
-            h = self._mix([*stream.summaries, stream.p], w, "mlp_res")
-            norm = w.vector("post_attention_layernorm.weight")
-            x = self._kernels.rms_norm(h, norm, self.spec.eps)
-            scores = route(x, w, self.spec, self._kernels, decode=True)[2].numpy()
-        given = latent.float().numpy() if schedule.asks_latent and latent is not None else None
+            h = self._mix(stream, [*stream.summaries, stream.p], w, "mlp_res")
+            norm, kernels = w.vector("post_attention_layernorm.weight"), stream.side.kernels
+            x = kernels.rms_norm(h, norm, self.spec.eps)
+            scores = route(x, w, self.spec, kernels, decode=True)[2].cpu().numpy()
+        given = (
+            latent.float().cpu().numpy() if schedule.asks_latent and latent is not None else None
+        )
         watch(layer.index, index, scores, given)
         schedule.ahead(layer.index, index, scores, given)
 
-    def _mix(self, entries: Sequence[torch.Tensor], w: LayerWeights, site: str) -> torch.Tensor:
+    def _mix(
+        self, stream: _Stream, entries: Sequence[torch.Tensor], w: LayerWeights, site: str
+    ) -> torch.Tensor:
         if self.spec.attnres_block is None or len(entries) == 1:
             return entries[-1]
         norm, query = w.vector(f"{site}_norm.weight"), w.vector(f"{site}_proj.weight")
-        return self._kernels.attnres(entries, norm, query, self.spec.eps)
+        return stream.side.kernels.attnres(entries, norm, query, self.spec.eps)
 
     def _check(
         self, layer: int, stream: _Stream, groups: Sequence[Group], runs: Sequence[Run]
@@ -234,6 +260,7 @@ class Model:
     ) -> None:
         """Logits in float32 of the rows that are kept, 64 rows of one kind at a time."""
         w, sources = self._weights.globals, [*stream.summaries, stream.p]
+        kernels = stream.side.kernels
         for decode in (True, False):
             parts = _parts([group for group in groups if group.decode == decode])
             wanted = [
@@ -245,12 +272,12 @@ class Model:
             ]
             for i in range(0, len(wanted), ROW_TILE):
                 some = wanted[i : i + ROW_TILE]
-                rows = torch.tensor([row for _, _, row in some])
-                h = self._mix([source[rows] for source in sources], w, "output_attn_res")
-                x = self._kernels.rms_norm(h, w.vector("norm.weight"), self.spec.eps).float()
+                rows = torch.tensor([row for _, _, row in some]).to(stream.side.where)
+                h = self._mix(stream, [s[rows] for s in sources], w, "output_attn_res")
+                x = kernels.rms_norm(h, w.vector("norm.weight"), self.spec.eps).float()
                 logits = torch.empty(len(some), self.spec.vocab)
                 for begin, end, weight in self._weights.head_blocks():
-                    logits[:, begin:end] = self._kernels.linear(x, weight, decode)
+                    logits[:, begin:end] = kernels.linear(x, weight, decode)
                 for j, (run, position, _) in enumerate(some):
                     emit(run, position, logits[j : j + 1])
 
@@ -265,7 +292,7 @@ def _both(schedule: Schedule, watch: OnRoute) -> OnRoute:
         weights: torch.Tensor,
         scores: torch.Tensor,
     ) -> None:
-        schedule.routed(layer, experts.numpy(), scores.numpy())
+        schedule.routed(layer, experts.cpu().numpy(), scores.cpu().numpy())
         watch(layer, group, experts, weights, scores)
 
     return on_route

@@ -33,6 +33,9 @@ class Options:
     isa: str | None = None  # None: the best this processor has
     policy: str = POLICY
     predict: str = PREDICT
+    vram: int | None = None  # bytes of the device; None: most of what is free there
+    experts_on: str | None = None  # gpu or cpu; None: gpu where there is one
+    trunk_on: str | None = None  # gpu, cpu or split:N; None: gpu where there is one
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

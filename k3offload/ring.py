@@ -1,4 +1,4 @@
-"""A few buffers in which parts of the trunk take turns, the next one read while one is in use.
+"""A few buffers in which parts of the trunk take turns, the next one fetched while one is in use.
 
 The parts (layers, or blocks of the head) are asked for round and round in one order, so what comes
 next is known: after the last comes the first, in the next sweep.  With two buffers a part is read
@@ -11,18 +11,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from .arena import LayerWeights
+from .arena import LayerWeights, Memory
 from .errors import ReadError
 from .fetch import Fetch
 from .kernels.workers import Workers
 from .scheduler.counts import Counts
-from .tiers.base import Buffer, Cancelled, Priority
-from .tiers.tier_disk import DiskTier
+from .tiers.base import Cancelled, Priority
 
-Lay = Callable[[int, Buffer], LayerWeights]  #: a part's number and its memory -> its weights
+Lay = Callable[[int, Any], LayerWeights]  #: a part's number and its memory -> its weights
+Start = Callable[[LayerWeights, Priority], Fetch]  #: what fills weights, not yet begun
 
 
 def _one_thread() -> None:
@@ -38,14 +39,14 @@ class Ring:
     def __init__(
         self,
         order: Sequence[int],
-        buffers: Sequence[Buffer],
+        buffers: Sequence[Memory],
         lay: Lay,
-        disk: DiskTier,
+        start: Start,
         counts: Counts,
         workers: Workers | None = None,
     ) -> None:
         self._next = dict(zip(order, [*order[1:], *order[:1]], strict=True))
-        self._buffers, self._lay, self._disk = list(buffers), lay, disk
+        self._buffers, self._lay, self._fetch = list(buffers), lay, start
         self.counts, self._workers = counts, workers
         self._fetches: list[Fetch | None] = [None] * len(self._buffers)
         self._keys = [-1] * len(self._buffers)
@@ -133,7 +134,7 @@ class Ring:
         weights = self._laid.get((key, place))
         if weights is None:
             weights = self._laid[key, place] = self._lay(key, self._buffers[place])
-        fetch = Fetch(weights, self._disk, priority)
+        fetch = self._fetch(weights, priority)
         self._keys[place], self._fetches[place] = key, None
         self._fetches[place] = fetch
         self.counts.bytes += weights.read_bytes

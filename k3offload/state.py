@@ -8,6 +8,8 @@ charged to the engine's ledger before it is allocated.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -52,20 +54,27 @@ class Ledger:
         self.used -= size
 
 
+class Home(NamedTuple):
+    """Where a layer's state lives, and the ledger of the bytes there."""
+
+    where: torch.device
+    ledger: Ledger
+
+
 class _Block:
     """Rows of one latent block; ``data`` beyond the owner's length is never read."""
 
-    def __init__(self, ledger: Ledger, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, home: Home, width: int, dtype: torch.dtype) -> None:
         size = LATENT_BLOCK * width * dtype.itemsize
-        ledger.charge(self, size, f"A latent block of {LATENT_BLOCK} tokens")
-        self.data = torch.empty(LATENT_BLOCK, width, dtype=dtype)
+        home.ledger.charge(self, size, f"A latent block of {LATENT_BLOCK} tokens")
+        self.data = torch.empty(LATENT_BLOCK, width, dtype=dtype, device=home.where)
 
 
 class Latents:
     """The MLA latents of one layer of one sequence: [length, kv_lora + rope]."""
 
-    def __init__(self, ledger: Ledger, width: int, dtype: torch.dtype) -> None:
-        self._ledger, self._width, self._dtype = ledger, width, dtype
+    def __init__(self, home: Home, width: int, dtype: torch.dtype) -> None:
+        self._home, self._width, self._dtype = home, width, dtype
         self._blocks: list[_Block] = []
         self.length = 0
 
@@ -84,7 +93,7 @@ class Latents:
     def reserve(self, count: int) -> None:
         """Make room for ``count`` more tokens; ``DoesNotFit`` if the ledger has none."""
         while len(self._blocks) * LATENT_BLOCK < self.length + count:
-            self._blocks.append(_Block(self._ledger, self._width, self._dtype))
+            self._blocks.append(_Block(self._home, self._width, self._dtype))
 
     def release(self) -> None:
         """Give back what was reserved and holds no token."""
@@ -99,43 +108,52 @@ class Latents:
         """Block ``index`` as it lies, [256, width]; rows beyond ``length`` may hold anything."""
         return self._blocks[index].data
 
-    def block(self, index: int) -> torch.Tensor:
-        """Block ``index`` as [256, width]; rows that hold no token yet are zero."""
-        data = self._blocks[index].data
-        valid = self.length - index * LATENT_BLOCK
-        if valid >= LATENT_BLOCK:
-            return data
-        padded = torch.zeros_like(data)
-        padded[:valid] = data[:valid]
-        return padded
-
     def copy(self) -> Latents:
-        other = Latents(self._ledger, self._width, self._dtype)
+        other = Latents(self._home, self._width, self._dtype)
         other._blocks, other.length = self._blocks[: self.blocks], self.length
         if self.length % LATENT_BLOCK:  # the open block is the only one that may still change
-            last = _Block(self._ledger, self._width, self._dtype)
+            last = _Block(self._home, self._width, self._dtype)
             last.data.copy_(other._blocks[-1].data)
             other._blocks[-1] = last
         return other
 
 
-class SequenceState:
-    """State of one sequence after ``position`` tokens, for all layers."""
+HomeOf = Callable[[int], Home]  #: of a layer
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, ledger: Ledger) -> None:
+
+class SequenceState:
+    """State of one sequence after ``position`` tokens, for all layers.
+
+    ``home_of``: where each layer's part lives; all in RAM, under ``ledger``, if it is None.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, ledger: Ledger, home_of: HomeOf | None = None
+    ) -> None:
         self.spec, self._dtype, self._ledger = spec, dtype, ledger
         self.position = 0
         self.broken: str | None = None  # why the state cannot be used any more
+        here = Home(torch.device("cpu"), ledger)
+        self._home_of = home_of = home_of or (lambda layer: here)
         kda, mla = spec.kda, spec.mla
-        constant = spec.kda_state_bytes(dtype.itemsize) + spec.vocab * 4  # and a row of logits
-        ledger.charge(self, constant, "A sequence's KDA state")
+        each = spec.kda_state_bytes(dtype.itemsize) // max(1, len(spec.kda_layers))
+        constant = {ledger: spec.vocab * 4}  # a row of logits
+        for layer in spec.kda_layers:
+            own = home_of(layer).ledger
+            constant[own] = constant.get(own, 0) + each
+        for own, size in constant.items():
+            own.charge(self, size, "A sequence's KDA state")
         self.kda = {
-            layer: torch.zeros(kda.heads, kda.head_dim, kda.head_dim) for layer in spec.kda_layers
+            layer: torch.zeros(kda.heads, kda.head_dim, kda.head_dim, device=home_of(layer).where)
+            for layer in spec.kda_layers
         }
         self.conv = {
-            layer: torch.zeros(3, kda.conv - 1, kda.width, dtype=dtype) for layer in spec.kda_layers
+            layer: torch.zeros(3, kda.conv - 1, kda.width, dtype=dtype, device=home_of(layer).where)
+            for layer in spec.kda_layers
         }
-        self.latents = {layer: Latents(ledger, mla.latent, dtype) for layer in spec.mla_layers}
+        self.latents = {
+            layer: Latents(home_of(layer), mla.latent, dtype) for layer in spec.mla_layers
+        }
 
     def usable(self) -> SequenceState:
         """Itself, or ``SessionError`` if an interrupted sweep left it half advanced."""
@@ -162,7 +180,7 @@ class SequenceState:
     def copy(self) -> SequenceState:
         """An independent copy; full latent blocks are shared since they never change."""
         self.usable()
-        other = SequenceState(self.spec, self._dtype, self._ledger)
+        other = SequenceState(self.spec, self._dtype, self._ledger, self._home_of)
         other.position = self.position
         for layer, matrix in self.kda.items():
             other.kda[layer].copy_(matrix)

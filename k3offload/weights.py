@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from .arena import DTYPES, LayerWeights, holds_nan
+from .arena import DTYPES, LayerWeights, Memory, as_bytes, holds_nan
 from .checkpoint import Checkpoint, Tensor
 from .errors import CheckpointError
 from .fetch import Fetch
@@ -37,7 +37,7 @@ class Weights:
     """Trunk of a checkpoint under a plan.  Reads through ``disk``; counts page requests.
 
     ``precision``: what the trunk is held in; ``workers``: threads that quantise while the caller
-    waits."""
+    waits; ``elsewhere``: layers that are held on a device."""
 
     def __init__(
         self,
@@ -46,9 +46,10 @@ class Weights:
         plan: Plan,
         precision: str = "bfloat16",
         workers: Workers | None = None,
+        elsewhere: frozenset[int] = frozenset(),
     ) -> None:
         self._checkpoint, self._disk, self._plan = checkpoint, disk, plan
-        self._precision, self._workers = precision, workers
+        self._precision, self._workers, self._elsewhere = precision, workers, elsewhere
         self.spec = checkpoint.spec
         self.counts = Counts()  # layers
         self.head_counts = Counts()  # passes over the head
@@ -68,7 +69,7 @@ class Weights:
         if plan.ring_bytes:
             order = [la.index for la in self.spec.layers if la.index not in plan.resident_layers]
             buffers = [Slab(plan.ring_bytes).bytes for _ in range(plan.ring_buffers)]
-            self._ring = Ring(order, buffers, self._lay, disk, self.counts, workers)
+            self._ring = Ring(order, buffers, self.laid_in, self._fetch, self.counts, workers)
 
     def load(self, progress: Callable[[int, int], None]) -> None:
         """Read what the plan keeps resident; ``progress(bytes done, bytes in all)``."""
@@ -77,7 +78,7 @@ class Weights:
         self.globals = self._read(
             -1, [t for n, t in every if n != EMBED and not n.startswith(HEAD)]
         )
-        for layer in sorted(self._plan.resident_layers):
+        for layer in sorted(self._plan.resident_layers - self._elsewhere):
             self._resident[layer] = self._read(layer, self._checkpoint.trunk(layer))
             done += self._resident[layer].size
             progress(done, total)
@@ -122,9 +123,18 @@ class Weights:
         here = self._resident.get(index)
         return self._ring.peek(index) if here is None and self._ring is not None else here
 
-    def _lay(self, layer: int, arena: Buffer) -> LayerWeights:
+    @contextmanager
+    def staged(self, layer: int) -> Iterator[LayerWeights]:
+        """The weights of layer ``layer``, in memory that is given back after the ``with`` block."""
+        yield self._read(layer, self._checkpoint.trunk(layer))
+
+    def laid_in(self, layer: int, arena: Memory) -> LayerWeights:
+        """Layer ``layer`` in ``arena``, which holds nothing of it yet."""
         tensors = self._checkpoint.trunk(layer)
         return LayerWeights(layer, tensors, self._precision, arena, self.spec)
+
+    def _fetch(self, weights: LayerWeights, priority: Priority) -> Fetch:
+        return Fetch(weights, self._disk, priority)
 
     def _read(self, layer: int, tensors: Sequence[Tensor]) -> LayerWeights:
         """Read ``tensors`` into memory of their own."""
@@ -179,16 +189,19 @@ class Weights:
 
         buffers = [Slab(n).bytes for n in head_buffers(self._checkpoint, self._precision)]
         order = range(len(self._cuts))
-        self._head_ring = Ring(order, buffers, lay, self._disk, Counts(), self._workers)
+        self._head_ring = Ring(order, buffers, lay, self._fetch, Counts(), self._workers)
 
     # ---- experts: bytes in a slot -> weights ----
 
-    def expert(self, page: PageId, buffer: Buffer) -> Expert:
+    def expert(self, page: PageId, buffer: Memory) -> Expert:
         """Gate, up and down weights of the expert whose page lies in the slot ``buffer``.
 
         They are made, and their scales checked, once for each page that comes to a slot, not each
         time it is used: both take as long as a few percent of the page's arithmetic."""
-        address = buffer.__array_interface__["data"][0]
+        if isinstance(buffer, torch.Tensor):
+            address = buffer.data_ptr()
+        else:
+            address = buffer.__array_interface__["data"][0]
         known = self._experts.get(address)
         if known is not None and known[0] == page:
             return known[1]
@@ -197,7 +210,12 @@ class Weights:
         self._experts[address] = (page, expert)
         return expert
 
-    def _expert(self, page: PageId, buffer: Buffer) -> Expert:
+    def check_expert(self, page: PageId, buffer: Buffer) -> None:
+        """Raise ``CheckpointError`` for a page in RAM that holds what is no number; it is looked at
+        before it goes to a device, where nobody looks again."""
+        self._expert(page, buffer)
+
+    def _expert(self, page: PageId, buffer: Memory) -> Expert:
         m = self.spec.moe
         assert m is not None
         page_map = self._checkpoint.expert(page.layer, page.expert)
@@ -205,22 +223,20 @@ class Weights:
         raw = {}
         for key, extent, delta, size in page_map.parts:
             at = starts[extent] + delta
-            raw[key] = buffer[at : at + size]
+            raw[key] = as_bytes(buffer[at : at + size])
 
         def weight(name: str, n: int, k: int) -> Weight:
             if m.format == "bf16":
-                tensor = torch.from_numpy(raw[f"{name}.weight"])
-                tensor = tensor.view(DTYPES[self._checkpoint.expert_dtype])
+                tensor = raw[f"{name}.weight"].view(DTYPES[self._checkpoint.expert_dtype])
                 return DenseWeight(tensor.view(n, k), aligned=False)
             scale = raw[f"{name}.weight_scale"]
-            if holds_nan(scale):
+            if not isinstance(buffer, torch.Tensor) and holds_nan(scale.numpy()):
                 raise CheckpointError(
                     f"Layer {page.layer}, expert {page.expert}: {name}.weight_scale holds "
                     "255, which is not a number.",
                     "The file is damaged: run k3offload check MODEL --full and fetch it again.",
                 )
-            packed = torch.from_numpy(raw[f"{name}.weight_packed"])
-            return Mxfp4Weight(packed.view(n, k // 2), torch.from_numpy(scale).view(n, -1))
+            return Mxfp4Weight(raw[f"{name}.weight_packed"].view(n, k // 2), scale.view(n, -1))
 
         return (
             weight("w1", m.width, m.io), weight("w3", m.width, m.io), weight("w2", m.io, m.width),

@@ -43,16 +43,21 @@ MIXED = ("short_conv", "kda_gate", "kda")  #: what `mixer` is put together from
 NATIVE, REFERENCE, TRITON = "native", "reference", "triton"
 
 
+CPU = torch.device("cpu")
+
+
 class Kernels:
-    """The chosen operators, bound to ``workers``.  ``chosen``: operator -> backend."""
+    """The chosen operators for tensors at ``where``, bound to ``workers``.  ``chosen``: operator ->
+    backend."""
 
     def __init__(
         self,
         workers: Workers,
         wanted: Mapping[str, str] | None = None,
         isa: str | None = None,
+        where: torch.device = CPU,
     ) -> None:
-        self.workers = workers
+        self.workers, self._where = workers, where
         self.isa, self.why = _instruction_set(isa)
         self.chosen: dict[str, str] = {}
         functions: dict[str, Callable[..., Any]] = {}
@@ -76,7 +81,7 @@ class Kernels:
         known = names("kernels", op)
         usable = [n for n in known if self._runs(n)]
         if wanted is None:
-            return NATIVE if NATIVE in usable else REFERENCE
+            return next(name for name in (NATIVE, REFERENCE, TRITON) if name in usable)
         if wanted not in known:
             raise UsageError(
                 f"Operator {op} has no implementation {wanted!r}.", f"Known: {', '.join(known)}."
@@ -87,6 +92,8 @@ class Kernels:
         return wanted
 
     def _runs(self, backend: str) -> bool:
+        if self._where.type != "cpu":
+            return backend == TRITON
         if backend == TRITON:
             return interpreted()
         return backend != NATIVE or self.isa is not None

@@ -94,7 +94,7 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
     fixed = demand.base + demand.tiles + demand.staging + demand.small
     fixed += demand.state + demand.extra + demand.tables
     one = demand.place if demand.experts else 0
-    ring = max(demand.layers)
+    ring = max(demand.layers, default=0)
     least = fixed + demand.working(ROW_TILE) + one + ring + _head_buffer(demand)
     if least > limits.total:
         raise DoesNotFit(

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from k3offload import __version__
-from k3offload.engine import load
 from k3offload.generate import Done, Token
+from k3offload.load import load
 from tests.helpers_checkpoint import ROOT
 from tests.helpers_engine import call
 from tests.helpers_terminal import Terminal

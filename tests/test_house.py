@@ -29,10 +29,11 @@ GROUPS = {
     "data": "checkpoint headers json_stream shards findings find survey check_values "
     "tokenizer tokenizer_json textstream sampling layout",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
-    "state": "arena fetch ring state weights",
+    "state": "arena device_trunk fetch ring state weights",
     "model": "model layer_kda layer_mla layer_moe",
     "session": "session",
-    "engine": "engine budget budget_kernels generate options plan_text warmup",
+    "engine": "accelerator devices engine load budget budget_kernels generate options plan_text "
+    "warmup",
     "edge": "bench_read check inspect make_tiny progress report trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "doctor doctor_system forecast measure plan_report rates",

@@ -19,9 +19,10 @@ import numpy as np
 import psutil
 import pytest
 
-from k3offload.engine import Engine, load
+from k3offload.engine import Engine
 from k3offload.errors import CheckpointError, SessionError, UsageError
 from k3offload.generate import Done, Request, generate
+from k3offload.load import load
 from k3offload.machine import default_threads
 from k3offload.model import Model
 from k3offload.options import Options

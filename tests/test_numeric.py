@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from k3offload.engine import Engine, load
+from k3offload.engine import Engine
 from k3offload.errors import CheckpointError, NumericError, SessionError
 from k3offload.generate import Done, Event, Request, Token, generate
+from k3offload.load import load
 from k3offload.run_logits import write_logits
 from k3offload.sampling import Sampling
 from k3offload.session import Session

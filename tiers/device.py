@@ -36,7 +36,7 @@ class Device(Protocol):
     """An accelerator.  Thread-safe, but for ``mark``: that belongs to the thread that computes."""
 
     name: str
-    torch: torch.device  #: where its tensors live
+    where: torch.device  #: where its tensors live
 
     def free_bytes(self) -> int:
         """Bytes of its memory that nobody uses now."""

@@ -30,9 +30,9 @@ class CudaDevice:
     """GPU number ``index``.  Its compute stream is the current stream of the calling thread."""
 
     def __init__(self, index: int = 0) -> None:
-        self.torch = torch.device("cuda", index)
+        self.where = torch.device("cuda", index)
         self.name = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
-        self._copies = torch.cuda.Stream(self.torch)
+        self._copies = torch.cuda.Stream(self.where)
         self._under_way: queue.SimpleQueue[tuple[torch.cuda.Event, Landed] | None]
         self._under_way = queue.SimpleQueue()
         self._pinned: list[Buffer] = []
@@ -42,11 +42,11 @@ class CudaDevice:
         self._thread.start()
 
     def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.torch)[0])
+        return int(torch.cuda.mem_get_info(self.where)[0])
 
     def allocate(self, size: int) -> torch.Tensor:
         try:
-            return torch.empty(size, dtype=torch.uint8, device=self.torch)
+            return torch.empty(size, dtype=torch.uint8, device=self.where)
         except torch.OutOfMemoryError as error:
             raise DeviceError(
                 f"{self.name} was asked for {show_size(size)} and has "
@@ -62,7 +62,7 @@ class CudaDevice:
             failed = runtime.cudaHostRegister(piece.ctypes.data, piece.nbytes, 0)
             if int(failed) != _REGISTERED:
                 with suppress(RuntimeError):  # the error would stick to the next call otherwise
-                    torch.cuda.synchronize(self.torch)
+                    torch.cuda.synchronize(self.where)
                 return False
             self._pinned.append(piece)
         return True
@@ -83,7 +83,7 @@ class CudaDevice:
 
     def mark(self) -> CudaMark:
         mark = CudaMark()
-        mark.event.record(torch.cuda.current_stream(self.torch))
+        mark.event.record(torch.cuda.current_stream(self.where))
         return mark
 
     def handed_out(self, memory: torch.Tensor) -> None:

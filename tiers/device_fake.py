@@ -64,7 +64,7 @@ class FakeDevice:
         failing: frozenset[int] = frozenset(),
         pinnable: int | None = None,
     ) -> None:
-        self.name, self.torch = "fake", torch.device("cpu")
+        self.name, self.where = "fake", torch.device("cpu")
         self._size, self._delay, self._failing = size, delay, failing
         self._pinnable = pinnable
         self._random = random.Random(seed)
@@ -121,6 +121,10 @@ class FakeDevice:
     def handed_out(self, memory: torch.Tensor) -> None:
         with self._change:
             self._uses[memory.data_ptr()] = self._marks + 1
+
+    def heal(self) -> None:
+        """From now on no copy fails."""
+        self._failing = frozenset()
 
     def close(self) -> None:
         with self._change:

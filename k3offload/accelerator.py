@@ -1,0 +1,120 @@
+"""A device in the service of an engine: its plan, kernels, trunk, expert slots, and their end.
+
+Layers that it does not compute, and everything it holds no copy of, stay with the engine's RAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from .checkpoint import Checkpoint
+from .device_trunk import DeviceTrunk
+from .devices import (
+    RESERVE,
+    beside_device,
+    device_demand,
+    device_plan,
+    placement,
+    vram_limit,
+)
+from .kernels.choose import TRITON, Kernels
+from .kernels.workers import Workers
+from .layer_moe import Side
+from .model import Sides
+from .options import Options
+from .registry import implementations
+from .scheduler.plan import Demand, Plan
+from .scheduler.store import ExpertStore
+from .state import Home, HomeOf, Ledger
+from .tiers.base import Buffer
+from .tiers.device import Device
+from .tiers.tier_device import DeviceTier
+from .tiers.tier_disk import DiskTier
+from .weights import Weights
+
+PIN_REFUSED = (
+    "The system refuses to lock memory for the GPU ({size} asked for): copies are slower. Raise "
+    "the limit (ulimit -l unlimited, or memlock in /etc/security/limits.conf)."
+)
+
+
+class Accelerator:
+    """``device`` under a plan of its own.  ``warn`` is told what is slower than it could be."""
+
+    def __init__(
+        self, device: Device, checkpoint: Checkpoint, options: Options, workers: Workers,
+        warn: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.device, self.placed = device, placement(options, checkpoint.spec)
+        self._checkpoint, self._options, self._warn = checkpoint, options, warn
+        on_gpu = device.where.type == "cuda"
+        wanted = {
+            op: backend
+            for op, backend in options.kernels.items()
+            if not on_gpu or backend == TRITON
+        }
+        self.kernels = Kernels(workers, wanted, None if on_gpu else options.isa, device.where)
+        self._reserve = RESERVE if on_gpu else 0
+        self.plan: Plan
+        self.trunk: DeviceTrunk
+        self.store: ExpertStore | None = None
+        self._ends = ExitStack()
+        self._ledger: Ledger
+
+    def make_plan(self, demand: Demand, trunk: str) -> Demand:
+        """Decide what the device holds; returns what is left for RAM of ``demand``."""
+        spec, limit = self._checkpoint.spec, vram_limit(self.device, self._options.vram)
+        own = device_demand(
+            self._checkpoint, self._options, trunk, self.placed, demand.slot, self._reserve
+        )
+        self.plan = device_plan(own, limit, self._options.sweep)
+        self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
+        return beside_device(demand, self.plan, self.placed, self._options, spec)
+
+    @property
+    def elsewhere(self) -> frozenset[int]:
+        """Layers that RAM need not hold, since the device does."""
+        return frozenset(i for i in self.plan.resident_layers if i < self.placed.layers)
+
+    def load(self, weights: Weights, host: ExpertStore | None, disk: DiskTier) -> None:
+        """Bring the device's share there; ``weights`` has loaded its own."""
+        layers = range(self.placed.layers)
+        self.trunk = DeviceTrunk(weights, self.device, self.plan, layers, self.placed.head)
+        self._ends.callback(self.trunk.close)
+        if host is None or not self.placed.experts:
+            return
+        tier = DeviceTier(host, disk, self.device, weights.check_expert)
+        self._ends.callback(tier.close)
+        size, count = self.plan.slot_bytes, self.plan.slots
+        memory = self.device.allocate(size * count).view(count, size)
+        policy = implementations("scheduler", "policy")[self._options.policy].Policy(count)
+        self.store = ExpertStore(tier, list(memory), policy)
+
+    def lock(self, memory: Buffer) -> None:
+        """Lock host memory that copies come from."""
+        if not self.device.pin(memory):
+            self._warn(PIN_REFUSED.format(size=f"{memory.nbytes:,} bytes"))
+
+    def sides(self, kernels: Kernels) -> Sides:
+        """Who computes what; ``kernels`` are those of the CPU."""
+        here, there = Side(kernels, torch.device("cpu")), Side(self.kernels, self.device.where)
+        count = len(self._checkpoint.spec.layers)
+        layers = tuple(there if i < self.placed.layers else here for i in range(count))
+        return Sides(
+            layers, there if self.placed.experts else here, there if self.placed.head else here
+        )
+
+    def homes(self, ledger: Ledger) -> HomeOf:
+        """Where each layer's state lives."""
+        here, there = Home(torch.device("cpu"), ledger), Home(self.device.where, self._ledger)
+        return lambda layer: there if layer < self.placed.layers else here
+
+    def close(self) -> None:
+        """End copies under way, then the device."""
+        with ExitStack() as last:
+            last.callback(self.device.close)
+            last.callback(self._ends.close)
+            self.store = None

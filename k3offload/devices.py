@@ -1,0 +1,187 @@
+"""Which accelerator serves, what it computes, and how much of its memory goes to what."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from .budget import state_bytes, working_set
+from .budget_kernels import Backend
+from .config import LATENT_BLOCK, align_up, show_size
+from .errors import DoesNotFit, UsageError
+from .layout import Layout, arena_size, head_buffers, head_tensors
+from .options import Options
+from .scheduler.plan import Demand, Limits, Plan, make_plan
+from .spec import ModelSpec
+from .tiers.device import Device
+
+#: Bytes of a GPU that its driver's context, compiled kernels and the allocator's rounding take.
+RESERVE = 600 << 20
+NAMES = {
+    "interpreter, libraries, page index": "context, kernels, rounding",
+    "decoding tables and weight tiles": "",
+    "read buffers": "",
+    "kept for the caller": "",
+    "cache policy": "",
+}
+
+
+class Placement(NamedTuple):
+    """What the device computes: the first ``layers`` layers, the head, the routed experts."""
+
+    layers: int
+    head: bool
+    experts: bool
+
+    @property
+    def idle(self) -> bool:
+        return not (self.layers or self.experts)
+
+
+def placement(options: Options, spec: ModelSpec) -> Placement:
+    """What ``--trunk-on`` and ``--experts-on`` say; the device computes all by default."""
+    every, text = len(spec.layers), options.trunk_on or "gpu"
+    if text == "gpu":
+        layers = every
+    elif text == "cpu":
+        layers = 0
+    else:
+        kind, _, number = text.partition(":")
+        if kind != "split" or not number.isdigit() or not 0 < int(number) < every:
+            raise UsageError(
+                f"--trunk-on {text!r} is not known.",
+                f"Use gpu, cpu, or split:N with N from 1 to {every - 1}: the first N layers.",
+            )
+        layers = int(number)
+    where = options.experts_on or "gpu"
+    if where not in ("gpu", "cpu"):
+        raise UsageError(f"--experts-on {where!r} is not known.", "Use gpu or cpu.")
+    made = Placement(layers, layers == every, where == "gpu" and bool(spec.moe_layers))
+    if made.idle:
+        raise UsageError("Nothing is left for the device to compute.", "Use --device cpu.")
+    return made
+
+
+def open_device(wanted: str | Device) -> tuple[Device | None, str]:
+    """The device that ``--device`` names, and in one sentence why it is that one.
+
+    ``UsageError`` if a GPU was asked for by name and cannot be used.
+    """
+    if not isinstance(wanted, str):
+        return wanted, f"device: {wanted.name}, as given"
+    kind, _, number = wanted.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdigit())):
+        raise UsageError(f"--device {wanted!r} is not known.", "Use auto, cuda, cuda:N or cpu.")
+    if kind == "cpu":
+        return None, "device: cpu, as asked"
+    index = int(number or 0)
+    why = _why_no_gpu(index)
+    if not why:
+        from .tiers.device_cuda import CudaDevice
+
+        device = CudaDevice(index)
+        return device, f"device: {device.name}"
+    if kind == "cuda":
+        raise UsageError(
+            f"--device {wanted} cannot be used: {why}.",
+            "Use --device cpu, or install a torch with CUDA (pip install torch) and the driver.",
+        )
+    return None, f"device: cpu ({why})"
+
+
+def _why_no_gpu(index: int) -> str:
+    """Why GPU number ``index`` cannot be used; empty if it can."""
+    import torch
+
+    from .kernels.triton_run import installed
+
+    if torch.version.cuda is None:
+        return "this torch is built for CPUs alone"
+    try:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except Exception as error:  # a broken driver may raise anything
+        return f"CUDA does not start: {error}"
+    if index >= count:
+        return f"CUDA finds {count} GPUs"
+    return "" if installed() else f"Triton is not installed for {sys.platform}"
+
+
+def device_demand(
+    layout: Layout, options: Options, trunk: str, placed: Placement, slot: int, reserve: int
+) -> Demand:
+    """Bytes of device memory that ``placed`` needs; ``slot``: of an expert slot."""
+    spec = layout.spec
+    layers = [arena_size(layout.trunk(i), trunk) for i in range(placed.layers)]
+    every = layout.globals()
+    head = head_tensors(layout) or [every["embed_tokens.weight"]]
+    small = [t for t in every.values() if t not in head and t.name != "embed_tokens.weight"]
+    quiet = Backend(native=False, matrix_unit=False, torch=False)
+    return Demand(
+        base=reserve,
+        tiles=0,
+        staging=0,
+        layers=layers,
+        small=arena_size(small) if placed.head else 0,
+        embed=0,
+        head=arena_size(head, trunk) if placed.head else 0,
+        head_block=sum(head_buffers(layout, trunk)) if placed.head else 0,
+        state=options.sessions * state_of(spec, options, range(placed.layers)),
+        working=lambda rows: working_set(spec, options.dtype, rows, options.sessions, quiet),
+        slot=slot if placed.experts else 0,
+        experts=spec.expert_count if placed.experts else 0,
+        top_k=spec.moe.top_k if spec.moe and placed.experts else 0,
+    )
+
+
+def state_of(spec: ModelSpec, options: Options, layers: Sequence[int]) -> int:
+    """Bytes of one sequence's state in ``layers``."""
+    own = set(layers)
+    size = 2 if options.dtype == "bfloat16" else 4
+    kda = spec.kda_state_bytes(size) // max(1, len(spec.kda_layers))
+    tokens = align_up(options.context, LATENT_BLOCK)
+    return sum(kda for layer in spec.kda_layers if layer in own) + sum(
+        tokens * spec.mla.latent * size for layer in spec.mla_layers if layer in own
+    )
+
+
+def device_plan(demand: Demand, limit: int, rows: int) -> Plan:
+    """How ``limit`` bytes of the device are shared out; ``DoesNotFit`` names what is missing."""
+    try:
+        plan = make_plan(demand, Limits(limit, None, rows))
+    except DoesNotFit as error:
+        raise DoesNotFit(
+            error.problem.replace("smallest plan", "smallest plan for the device"),
+            f"Give --vram {-(-(limit + error.missing) // 10**6)}M or more, place less on the "
+            "device (--trunk-on, --experts-on), or use --device cpu.",
+            missing=error.missing,
+        ) from error
+    purposes = [(NAMES.get(name, name), size) for name, size in plan.purposes]
+    return replace(plan, purposes=tuple((name, size) for name, size in purposes if name))
+
+
+def beside_device(
+    demand: Demand, plan: Plan, placed: Placement, options: Options, spec: ModelSpec
+) -> Demand:
+    """What is left for RAM to hold once the device has its part."""
+    layers = [0 if i < placed.layers and i in plan.resident_layers else size
+              for i, size in enumerate(demand.layers)]  # fmt: skip
+    here = state_bytes(spec, options.dtype, options.context)
+    there = state_of(spec, options, range(placed.layers))
+    return replace(demand, layers=layers, state=options.sessions * (here - there))
+
+
+def vram_limit(device: Device, vram: int | None) -> int:
+    """Bytes of the device that may be used: what is asked for, if that is free."""
+    free = device.free_bytes()
+    if vram is None:
+        return int(free * 0.95)
+    if vram > free:
+        raise DoesNotFit(
+            f"--vram {vram:,} is more than the {free:,} bytes ({show_size(free)}) that are free "
+            f"on {device.name}.",
+            f"Give --vram {free // 10**6}M or less.",
+            missing=vram - free,
+        )
+    return vram

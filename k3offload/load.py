@@ -1,0 +1,118 @@
+"""``load``: a model folder and a memory budget become an ``Engine`` that sessions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from .checkpoint import Checkpoint
+from .config import parse_size
+from .engine import Engine
+from .find import find_model
+from .machine import default_threads
+from .options import POLICY, PREDICT, Options, Watch
+from .spec import ModelSpec
+from .tiers.device import Device
+from .tokenizer import Tokenizer
+
+
+def load(
+    path: str | Path,
+    *,
+    ram: str | int | None = None,
+    cache: str | int | None = None,
+    dtype: str = "bfloat16",
+    trunk: str | None = None,
+    context: int = 4096,
+    sessions: int = 1,
+    sweep: int = 512,
+    threads: int | None = None,
+    kernels: Mapping[str, str] | None = None,
+    isa: str | None = None,
+    policy: str = POLICY,
+    predict: str = PREDICT,
+    device: str | Device = "auto",
+    vram: str | int | None = None,
+    experts_on: str | None = None,
+    trunk_on: str | None = None,
+    watch: Watch | None = None,
+) -> Engine:
+    """Open the model in folder ``path`` (or ``"nano"``, the one that comes with the package).
+
+    ``ram``: bytes this process may use in all (``"16G"`` = 16e9); ``cache``: cap on the part of it
+    that holds routed experts; ``dtype``: of the activations; ``trunk``: precision of the trunk's
+    large matrices, as the folder has it, or ``int8`` or ``mxfp4``, which lose some; ``context``:
+    tokens a session may reach; ``sessions``: how many sequence states (sessions and snapshots) to
+    reserve for; ``sweep``: most prompt tokens in one pass; ``kernels``: operator -> backend, like
+    ``{"linear": "reference"}``; ``isa``: instruction set of the native kernels; ``policy``,
+    ``predict``: which expert leaves a full cache, and which are read ahead; ``device``: ``auto``,
+    ``cuda``, ``cuda:N`` or ``cpu``; ``vram``: bytes of it to use; ``experts_on``, ``trunk_on``:
+    ``gpu``, ``cpu``, and for the trunk ``split:N``, the first N layers.  None but ``dtype``,
+    ``trunk``, ``kernels``, ``isa`` and what is computed where changes a bit of the results, as long
+    as ``sweep`` is a multiple of 64.
+
+    Raises ``ConfigError``, ``CheckpointError``, ``TokenizerError``, or ``DoesNotFit`` with the
+    missing bytes, before any weight is read.
+    """
+    sizes = {"context": context, "sessions": sessions, "sweep": sweep}
+    return open_engine(
+        path,
+        lambda tokenizer, spec: sizes,
+        ram=ram,
+        cache=cache,
+        dtype=dtype,
+        trunk=trunk,
+        threads=threads,
+        kernels=kernels,
+        isa=isa,
+        policy=policy,
+        predict=predict,
+        device=device,
+        vram=vram,
+        experts_on=experts_on,
+        trunk_on=trunk_on,
+        watch=watch,
+    )
+
+
+def open_engine(
+    path: str | Path,
+    sizes: Callable[[Tokenizer, ModelSpec], dict[str, int]],
+    *,
+    ram: str | int | None = None,
+    cache: str | int | None = None,
+    dtype: str = "bfloat16",
+    trunk: str | None = None,
+    threads: int | None = None,
+    kernels: Mapping[str, str] | None = None,
+    isa: str | None = None,
+    policy: str = POLICY,
+    predict: str = PREDICT,
+    device: str | Device = "auto",
+    vram: str | int | None = None,
+    experts_on: str | None = None,
+    trunk_on: str | None = None,
+    watch: Watch | None = None,
+) -> Engine:
+    """``load`` for callers who know ``context``, ``sessions``, ``sweep`` or ``extra`` (bytes they
+    will keep themselves) only once they can count tokens: ``sizes`` returns them, given the
+    tokenizer and the spec, before any memory is planned."""
+    folder = find_model(path)
+    checkpoint = Checkpoint.open(folder)
+    tokenizer = Tokenizer.load(folder, checkpoint.spec)
+    options = Options(
+        ram=None if ram is None else parse_size(ram),
+        cache=None if cache is None else parse_size(cache),
+        dtype=dtype,
+        trunk=trunk,
+        threads=default_threads() if threads is None else threads,
+        kernels=kernels or {},
+        isa=isa,
+        policy=policy,
+        predict=predict,
+        vram=None if vram is None else parse_size(vram),
+        experts_on=experts_on,
+        trunk_on=trunk_on,
+        **sizes(tokenizer, checkpoint.spec),
+    )
+    return Engine(checkpoint, tokenizer, options, watch or Watch(), device)

@@ -1,0 +1,108 @@
+"""The engine with a device, on one that delays, reorders and poisons: the bits are those without it,
+whatever its budget and whatever is computed where (engine.md, decision 3; R61)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from k3offload.errors import DoesNotFit, UsageError
+from k3offload.load import load
+from k3offload.tiers.device import DeviceError
+from k3offload.tiers.device_fake import FakeDevice
+
+PROMPT, STEPS = [(7 * i) % 300 for i in range(150)], 3
+
+
+def logits(**options: object) -> np.ndarray:  # type: ignore[type-arg]
+    """After a prompt and after each of a few sampled tokens, [1 + STEPS, vocab]."""
+    with load("nano", context=512, sweep=64, threads=2, **options) as engine:  # type: ignore[arg-type]
+        with engine.session() as session:
+            session.append(PROMPT)
+            rows = [session.logits()]
+            for step in range(STEPS):
+                session.append_sampled(11 * step + 3)
+                rows.append(session.logits())
+        device = engine.accelerator
+        assert (device is None) == (options["device"] == "cpu")
+    return np.stack(rows)
+
+
+@pytest.fixture(scope="module")
+def alone() -> np.ndarray:  # type: ignore[type-arg]
+    return logits(device="cpu")
+
+
+@pytest.mark.parametrize("vram", ["40M", "60M", "90M", "300M"])
+def test_bits_do_not_depend_on_the_budget(alone: np.ndarray, vram: str) -> None:  # type: ignore[type-arg]
+    device = FakeDevice(400 << 20, seed=len(vram))
+    assert np.array_equal(logits(device=device, vram=vram), alone)
+
+
+@pytest.mark.parametrize(
+    ("trunk_on", "experts_on"),
+    [("gpu", "cpu"), ("cpu", "gpu"), ("split:3", "gpu"), ("split:5", "cpu")],
+)
+def test_bits_do_not_depend_on_the_place(
+    alone: np.ndarray,  # type: ignore[type-arg]
+    trunk_on: str,
+    experts_on: str,
+) -> None:
+    device = FakeDevice(400 << 20, seed=3)
+    got = logits(device=device, vram="60M", trunk_on=trunk_on, experts_on=experts_on)
+    assert np.array_equal(got, alone)
+
+
+def test_little_ram_and_little_vram(alone: np.ndarray) -> None:  # type: ignore[type-arg]
+    device = FakeDevice(400 << 20, seed=5)
+    assert np.array_equal(logits(device=device, vram="40M", cache="1M"), alone)
+
+
+@pytest.mark.parametrize("trunk", ["int8", "mxfp4"])
+def test_a_smaller_trunk(trunk: str) -> None:
+    want = logits(device="cpu", trunk=trunk)
+    got = logits(device=FakeDevice(400 << 20, seed=6), vram="40M", trunk=trunk)
+    assert np.array_equal(got, want)
+
+
+def test_too_little_device_memory_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(DoesNotFit, match=r"for the device needs.*--vram \d+M or more"):
+        logits(device=FakeDevice(400 << 20), vram="5M")
+    with pytest.raises(DoesNotFit, match=r"more than the 10,000,000 bytes .* free on fake"):
+        logits(device=FakeDevice(10_000_000), vram="20M")
+
+
+def test_a_copy_that_fails_fails_the_sweep_and_the_next_goes_on() -> None:
+    device = FakeDevice(400 << 20, failing=frozenset(range(12, 200)))
+    with load("nano", context=512, device=device, vram="40M") as engine:
+        with engine.session() as session:
+            session.append(PROMPT[:20])
+            with pytest.raises(DeviceError):
+                session.logits()
+            device.heal()
+            session.reset()
+            session.append(PROMPT[:20])
+            assert np.isfinite(session.logits()).all()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("trunk_on", "split:0"), ("trunk_on", "half"), ("experts_on", "disk"), ("device", "tpu")],
+)
+def test_what_is_not_known_is_refused(option: str, value: str) -> None:
+    given: dict[str, object] = {"device": FakeDevice(400 << 20), option: value}
+    with pytest.raises(UsageError, match=f"{value!r} is not known"):
+        logits(**given)
+
+
+def test_r76_a_gpu_that_is_not_there() -> None:
+    """Asked for by name it is an error; ``auto`` goes on and says why."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UsageError, match="--device cuda cannot be used: "):
+        load("nano", device="cuda")
+    with load("nano") as engine:
+        assert engine.accelerator is None
+        assert engine.device_line.startswith("device: cpu (")
