@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from k3offload import registry
-from k3offload.scheduler.hints import CHOSEN, Hints, Predictor
+from k3offload.scheduler.hints import Hints, Predictor
 from k3offload.scheduler.predict_latent import fit, save_fit
 from k3offload.scheduler.store import PREFETCH_ROOM
 from k3offload.tiers.base import CachePolicy, PageId
@@ -62,15 +62,12 @@ class Cache:
     def absent(self, page: PageId) -> bool:
         return page not in self.held
 
-    def prefetch(self, pages: Sequence[PageId], spared: Collection[PageId]) -> None:
+    def prefetch(self, pages: Sequence[PageId]) -> None:
         room = min(self.slots // 4, PREFETCH_ROOM)
         for page in pages:
             if page in self.held or len(self.guarded) >= room:
                 continue
-            keep = self.guarded | self.held.intersection(spared)
-            if len(self.held) == self.slots <= len(keep):
-                break
-            self._insert(page, keep)
+            self._insert(page, self.guarded)
             self.guarded.add(page)
             self.unused.add(page)
             self.issued += 1
@@ -119,12 +116,9 @@ def simulate(
         for place, layer in enumerate(layers):
             watch(row, place, cache.absent)
             before = layer - 1 if place == 0 else layers[place - 1]
-            codes = trace.ahead(row, place)
-            hints = Hints(before, layer, codes, latent, cache.absent)
+            hints = Hints(before, layer, trace.ahead(row, place), latent, cache.absent)
             guesses = predictor.guess(before, hints)
-            expected = [] if codes is None else np.flatnonzero(codes[0] >= CHOSEN).tolist()
-            spared = [PageId(layer, expert) for expert in expected]
-            cache.prefetch([page for page, _ in guesses][:window], spared)
+            cache.prefetch([page for page, _ in guesses][:window])
             chosen = trace.chosen[row, place].astype(np.int64)
             predictor.learn(layer, chosen[None])
             cache.policy.note(layer, trace.best[row, place], trace.codes[row, place])

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from ..errors import UsageError
 from ..registry import implementations, names
-from ..tiers.base import PageId
-from .hints import CHOSEN, Hints, Predictor, quantise
+from .hints import Hints, Predictor, quantise
 from .store import ExpertStore
 from .trial import Trial
 
@@ -89,9 +88,6 @@ class Schedule:
         hints = Hints(layer, next_layer, codes, latent, self._store.absent)
         guesses = self._predictor.guess(layer, hints)
         if guesses:
-            # What is here and will be asked for as well is no less worth than what is guessed.
-            chosen = () if codes is None else np.flatnonzero((codes >= CHOSEN).any(axis=0)).tolist()
-            spared = [PageId(next_layer, expert) for expert in chosen]
-            self._store.prefetch([page for page, _ in guesses], spared)
+            self._store.prefetch([page for page, _ in guesses])
         if self._trial:
             self._trial.answered()

@@ -239,34 +239,27 @@ class ExpertStore:
 
     # ---- prefetch ----
 
-    def prefetch(self, pages: Iterable[PageId], spared: Iterable[PageId] = ()) -> int:
+    def prefetch(self, pages: Iterable[PageId]) -> int:
         """Start reading absent ``pages``, the most wanted first, behind all other reads.
 
-        Stops where slots that nobody uses, or the room for prefetched pages, end.  ``spared`` are
-        pages that will probably be asked for next as well: no guess takes the slot of one.
-        Returns how many reads were started.  One that fails is forgotten: a later lease reads
-        again.
+        Stops where slots that nobody uses, or the room for prefetched pages, end.  Returns how
+        many reads were started.  One that fails is forgotten: a later lease reads again.
         """
         started = 0
         with self._change:
             if any(lease.wanted for lease in self._leases):
                 return 0  # pages that someone waits for have no slot yet
-            kept = self._idle.intersection(spared)
-            self._idle -= kept
-            try:
-                for page in pages:
-                    if page in self._slot:
-                        continue
-                    if len(self._guarded) >= self.prefetch_room or not (self._free or self._idle):
-                        break
-                    slot = self._free.pop() if self._free else self._evict(self._idle)
-                    self._unused.add(page)
-                    self._guarded[page] = None
-                    self.counts.prefetches += 1
-                    self._begin(page, slot, Priority.PREFETCH)
-                    started += 1
-            finally:
-                self._idle |= kept
+            for page in pages:
+                if page in self._slot:
+                    continue
+                if len(self._guarded) >= self.prefetch_room or not (self._free or self._idle):
+                    break
+                slot = self._free.pop() if self._free else self._evict(self._idle)
+                self._unused.add(page)
+                self._guarded[page] = None
+                self.counts.prefetches += 1
+                self._begin(page, slot, Priority.PREFETCH)
+                started += 1
         return started
 
     def drop_prefetches(self, layer: int) -> None:

@@ -86,19 +86,6 @@ def test_a_guess_evicts_what_nobody_uses_and_nothing_else() -> None:
     check_state(store)
 
 
-def test_a_guess_spares_what_will_be_asked_for_as_well() -> None:
-    store, tier = make(4, room=4)
-    ask(store, 0, 1, 2, 3)
-    assert store.prefetch(pages(8, 9, 10, layer=1), pages(0, 2, 7, layer=1)) == 2
-    assert [store.has(page) for page in pages(0, 1, 2, 3, layer=1)] == [True, False, True, False]
-    check_state(store)
-    tier.settle()
-    ask(store, 0, 2, 8, 9)
-    assert (store.counts.misses, store.counts.useful) == (4, 2), "only those before"
-    assert store.prefetch(pages(10, layer=1)) == 1, "spared once, not for ever"
-    check_state(store)
-
-
 def test_no_guess_while_someone_waits_for_a_slot() -> None:
     store, tier = make(4, room=4)
     with store.lease(pages(*range(6))) as walk:
