@@ -8,8 +8,8 @@ and leases for all.  Beside LRU, ``reuse`` and Belady's MIN:
 
 * fitted before: a ridge regression (what all routers said -> every page) and a network over it
   and over what is known of each page, trained on the first part only, and on ``--fit`` if given.
-* fitted here: the same, trained on the very sequences it is then tried on; nothing that has to
-  learn first does better with these features.
+* fitted here: the same, trained on the very sequences it is then tried on, part of which it will
+  know by heart: more than can be had.
 * oracle N: knows exactly which pages are used within the next N tokens; beyond that it ranks by
   recency, or as the network fitted before does.
 
