@@ -21,7 +21,7 @@ def record(out: Path, texts: list[str], model: str, tokens: int) -> int:
     """Teacher-forced decoding of ``texts``; returns how many tokens were recorded."""
     with k3offload.load(model, context=tokens) as engine:
         experts = engine.plan.experts * engine.plan.slot_bytes
-    with k3offload.load(model, context=tokens, cache=experts // 4) as engine:
+    with k3offload.load(model, context=tokens, cache=experts // 4, predict="router") as engine:
         moe = engine.spec.moe
         if moe is None:
             raise SystemExit(f"{model} has no experts to route to.")

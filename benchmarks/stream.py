@@ -27,23 +27,34 @@ from k3offload.checkpoint import Checkpoint
 from k3offload.engine import Engine
 from k3offload.make_tiny import make_tiny
 from k3offload.report import kernel_read_bytes
+from k3offload.session import Session
 
 SHARES = (0.10, 0.25, 0.50)
 WARM = 8  #: tokens whose sweeps fill the cache and are not measured
 
 
 def sweeps(engine: Engine, tokens: list[int]) -> list[float]:
-    """Seconds of each decode sweep over ``tokens``."""
-    seconds = []
+    """Seconds of each decode sweep over ``tokens``, in a session of their own."""
     with engine.session() as session:
         session.append([1, 2, 3])
         session.logits()
-        for token in tokens:
-            begin = time.perf_counter()
-            session.append_sampled(token)
-            session.logits()
-            seconds.append(time.perf_counter() - begin)
+        return decode(session, tokens)
+
+
+def decode(session: Session, tokens: list[int]) -> list[float]:
+    """Seconds of each decode sweep over ``tokens``."""
+    seconds = []
+    for token in tokens:
+        begin = time.perf_counter()
+        session.append_sampled(token)
+        session.logits()
+        seconds.append(time.perf_counter() - begin)
     return seconds
+
+
+def disk_bytes(engine: Engine) -> int:
+    """Bytes read so far by our account, what alignment added included."""
+    return engine.disk.counts.bytes + engine.disk.counts.overhead
 
 
 def measure(folder: Path, share: float, predict: str, tokens: list[int]) -> dict[str, Any]:
@@ -55,16 +66,10 @@ def measure(folder: Path, share: float, predict: str, tokens: list[int]) -> dict
         folder, cache=int(experts * share), context=512, sweep=64, predict=predict
     ) as engine:
         sweeps(engine, tokens[:WARM])
-        counts, disk, kernel = (
-            engine.counts()["experts"],
-            engine.disk.counts.bytes,
-            kernel_read_bytes(),
-        )
-        overhead = engine.disk.counts.overhead
+        counts, disk, kernel = engine.counts()["experts"], disk_bytes(engine), kernel_read_bytes()
         seconds = sweeps(engine, tokens[WARM:])
         after = engine.counts()["experts"]
-        ours = engine.disk.counts.bytes - disk + engine.disk.counts.overhead - overhead
-        read = kernel_read_bytes() - kernel
+        ours, read = disk_bytes(engine) - disk, kernel_read_bytes() - kernel
     rate = statistics.mean((before, read_rate(checkpoint, 1.5).rate))
     asked = after.requests - counts.requests
     wasted = (after.wasted - counts.wasted) * checkpoint.expert_bytes
@@ -98,6 +103,12 @@ def run(folder: Path, count: int, predictors: list[str]) -> dict[str, Any]:
     return {"compute_alone_seconds": alone, "experts_not_in_ram_then": missing, "cases": cases}
 
 
+def need_room(gigabytes: int) -> None:
+    """End where the folder for temporary files has less than that free."""
+    if shutil.disk_usage(tempfile.gettempdir()).free < gigabytes * 1e9:
+        raise SystemExit(f"{gigabytes} GB are needed in {tempfile.gettempdir()} (set TMPDIR).")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path)
@@ -108,8 +119,7 @@ def main() -> None:
     if given.model is not None:
         facts = run(given.model, given.tokens, predictors)
     else:
-        if shutil.disk_usage(tempfile.gettempdir()).free < 16e9:
-            raise SystemExit(f"16 GB are needed in {tempfile.gettempdir()} (set TMPDIR).")
+        need_room(16)
         with tempfile.TemporaryDirectory(prefix="k3-stream-") as made:
             make_tiny(Path(made) / "model", "io-real")
             facts = run(Path(made) / "model", given.tokens, predictors)

@@ -117,6 +117,8 @@ class Model:
         # In a sweep with prompts most experts come anyway, in the order of the disk.
         ahead = self._schedule if all(group.decode for group in groups) else None
         on_route = _both(ahead, hooks.on_route) if ahead else hooks.on_route
+        if ahead:
+            ahead.begin(sum(len(run.tokens) for run in runs))
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
         try:
@@ -134,6 +136,8 @@ class Model:
                     self._check(layer.index, stream, groups, runs)
                 stream.move(self._sides.head)
                 self._head(stream, groups, runs, emit)
+            if ahead:
+                ahead.end()
         except BaseException as error:
             for run in runs:
                 run.state.broken = f"a sweep was interrupted ({type(error).__name__}: {error})"
@@ -213,7 +217,7 @@ class Model:
     ) -> None:
         """Ask the next layer's router about the stream as it stands, its attention left out."""
         following = self.spec.layers[layer.index + 1 :][:1]
-        if not following or following[0].ffn != "moe":
+        if not following or following[0].ffn != "moe" or not schedule.asks():
             return
         index, scores = following[0].index, None
         near = self._sides.layers[index] == stream.side

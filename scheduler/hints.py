@@ -47,7 +47,8 @@ class Hints:
 
 class Predictor(Protocol):
     """Made once for an engine: ``Predictor(layers, experts, top_k)``, ``layers`` the MoE layers in
-    order.  The same calls give the same answers."""
+    order.  The same calls give the same answers.  One that has ``tried = True`` is not asked in
+    sweeps in which that would not pay (``trial.py``)."""
 
     asks_router: bool  #: whether it wants ``next_scores``
     asks_latent: bool  #: whether it wants ``latent``

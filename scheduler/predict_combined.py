@@ -28,6 +28,7 @@ class Predictor(Ranked):
     """The ranks of all sources, each only while its precision is above the bar."""
 
     asks_router = True
+    tried = True  # not asked at all in sweeps where even asking does not pay
 
     def __init__(self, layers: Sequence[int], experts: int, top_k: int) -> None:
         super().__init__(layers, experts, top_k)

@@ -6,6 +6,8 @@ everything that is certain, and given up when its layer's requests are known.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from ..errors import UsageError
 from ..registry import implementations, names
 from .hints import Hints, Predictor, quantise
 from .store import ExpertStore
+from .trial import Trial
 
 NEAR = 2  #: times top k: how many of a row's best experts the policy hears about
 Floats = npt.NDArray[np.float32]
@@ -35,10 +38,20 @@ def predictor_named(name: str) -> tuple[Any, str | None]:
 
 
 class Schedule:
-    """Look-ahead for one store."""
+    """Look-ahead for one store.  Call ``begin`` and ``end`` around each sweep.
 
-    def __init__(self, store: ExpertStore, predictor: Predictor, top_k: int) -> None:
+    A predictor that says ``tried`` is asked only in sweeps in which that pays (``trial.py``).
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        predictor: Predictor,
+        top_k: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._store, self._predictor, self._top_k = store, predictor, top_k
+        self._trial = Trial(clock) if getattr(predictor, "tried", False) else None
         self.asks_router = predictor.asks_router
         self.asks_latent = predictor.asks_latent
 
@@ -52,6 +65,20 @@ class Schedule:
             best = np.argsort(255 - codes, kind="stable")[:near]
             self._store.note(layer, best, codes[best])
 
+    def begin(self, rows: int) -> None:
+        """A sweep of ``rows`` decode rows begins."""
+        if self._trial:
+            self._trial.begin(rows)
+
+    def end(self) -> None:
+        """It has ended, and well."""
+        if self._trial:
+            self._trial.end()
+
+    def asks(self) -> bool:
+        """Whether to call ``ahead`` now."""
+        return self._trial is None or self._trial.ask()
+
     def ahead(
         self, layer: int, next_layer: int, scores: Floats | None, latent: Floats | None
     ) -> None:
@@ -62,3 +89,5 @@ class Schedule:
         guesses = self._predictor.guess(layer, hints)
         if guesses:
             self._store.prefetch([page for page, _ in guesses])
+        if self._trial:
+            self._trial.answered()

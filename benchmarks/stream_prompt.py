@@ -1,0 +1,160 @@
+"""A prompt whose experts do not fit: every expert is read once a sweep, and time against its bound.
+
+    python -m benchmarks.stream_prompt [--model FOLDER] [--tokens 512] [--sweep 512] [--cache 0.1]
+
+Without ``--model`` a checkpoint of 3 MoE layers with 112 experts of released size each is made
+(6 GB) and deleted again.  Each round loads the model anew, so that its cache is cold, and computes
+one prompt.  Checked, not only reported: expert bytes read are exactly the distinct experts that the
+prompt's rows chose times the page, in each sweep over again where there are several, less what was
+still in RAM from the sweep before; and the kernel's own account of bytes read is ours, but for
+``--slack`` of other files.  The bound is the larger of (bytes read / line rate) and compute alone,
+which is the same prompt with every expert in RAM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import k3offload
+from benchmarks.run import machine, note
+from benchmarks.stream import disk_bytes, need_room
+from k3offload.bench_read import read_rate
+from k3offload.checkpoint import Checkpoint
+from k3offload.engine import Engine
+from k3offload.make_tiny import make_tiny
+from k3offload.report import kernel_read_bytes
+from k3offload.scheduler.sweep import Group
+
+SLACK = 1 << 20  #: bytes the kernel may have read for this process beside the model's
+
+
+class Touched:
+    """Distinct experts of each sweep, as the routers chose them; hears ``on_route``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.sweeps: list[set[tuple[int, int]]] = []
+        self._first = engine.spec.moe_layers[0]
+        engine.hooks.on_route = self._on_route
+
+    def _on_route(
+        self,
+        layer: int,
+        group: Group,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        scores: torch.Tensor,
+    ) -> None:
+        if layer == self._first and group.begin == 0:
+            self.sweeps.append(set())
+        self.sweeps[-1] |= {(layer, expert) for expert in set(experts.view(-1).tolist())}
+
+    @property
+    def count(self) -> int:
+        """Experts to be asked for in all sweeps."""
+        return sum(map(len, self.sweeps))
+
+
+def prompt(engine: Engine, count: int) -> float:
+    """Seconds of a prompt of ``count`` tokens."""
+    tokens = [(37 * i + i // 5) % engine.spec.vocab for i in range(count)]
+    with engine.session() as session:
+        session.append(tokens)
+        begin = time.perf_counter()
+        session.logits()
+        return time.perf_counter() - begin
+
+
+def compute_alone(folder: Path, count: int, sweep: int, rounds: int) -> float:
+    with k3offload.load(folder, context=count + 64, sweep=sweep) as engine:
+        if engine.plan.slots < engine.plan.experts:
+            raise SystemExit("Compute alone cannot be measured: not all experts fit into RAM.")
+        prompt(engine, count)  # brings every expert
+        return statistics.median(prompt(engine, count) for _ in range(rounds))
+
+
+def measure(folder: Path, count: int, sweep: int, share: float, slack: int) -> dict[str, Any]:
+    """One prompt over a cold cache.  Raises ``SystemExit`` where an account is not exact."""
+    checkpoint = Checkpoint.open(folder)
+    page = checkpoint.expert_bytes
+    before = read_rate(checkpoint, 1.5).rate
+    cache = int(checkpoint.spec.expert_count * page * share)
+    with k3offload.load(folder, cache=cache, context=count + 64, sweep=sweep) as engine:
+        touched, ours, kernel = Touched(engine), disk_bytes(engine), kernel_read_bytes()
+        seconds = prompt(engine, count)
+        ours, kernel = disk_bytes(engine) - ours, kernel_read_bytes() - kernel
+        counts = engine.counts()["experts"]
+    rate = statistics.mean((before, read_rate(checkpoint, 1.5).rate))
+    _check("experts asked for", counts.requests, touched.count)
+    _check("expert bytes read", counts.bytes, (touched.count - counts.hits) * page)
+    if len(touched.sweeps) == 1:
+        _check("hits of a cold cache", counts.hits, 0)
+    if abs(kernel - ours) > slack:
+        raise SystemExit(f"The kernel has read {kernel:,} bytes and we {ours:,}.")
+    return {
+        "sweeps": len(touched.sweeps),
+        "slots": cache // page,
+        "distinct_experts": touched.count,
+        "page_bytes": page,
+        "expert_bytes": counts.bytes,
+        "our_bytes_with_alignment": ours,
+        "kernel_bytes": kernel,
+        "seconds": seconds,
+        "waited_seconds": counts.wait_seconds,
+        "line_rate": rate,
+        "read_seconds": counts.bytes / rate,
+    }
+
+
+def _check(what: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise SystemExit(f"{what}: {found:,}, where {expected:,} was expected.")
+
+
+def run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    alone = compute_alone(folder, given.tokens, given.sweep, given.rounds)
+    rounds = [
+        measure(folder, given.tokens, given.sweep, given.cache, given.slack)
+        for _ in range(given.rounds)
+    ]
+    for one in rounds:
+        one["ratio_to_bound"] = one["seconds"] / max(alone, one["read_seconds"])
+    return {
+        "tokens": given.tokens,
+        "rows_of_a_sweep": given.sweep,
+        "cache": given.cache,
+        "compute_alone_seconds": alone,
+        "seconds": statistics.median(one["seconds"] for one in rounds),
+        "ratio_to_bound": statistics.median(one["ratio_to_bound"] for one in rounds),
+        "rounds": rounds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--sweep", type=int, default=512, help="prompt tokens in one pass")
+    parser.add_argument("--cache", type=float, default=0.1, help="share of the experts")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--slack", type=int, default=SLACK, help="bytes")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="k3-prompt-") as made:
+        folder = given.model or Path(made) / "model"
+        if given.model is None:
+            need_room(8)
+            make_tiny(folder, "io-real", layers=4)
+        line = {"benchmark": "stream_prompt", **machine(), **run(given, folder)}
+    print(json.dumps(line, indent=2))
+    note(line)
+
+
+if __name__ == "__main__":
+    main()
