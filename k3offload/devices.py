@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .budget import state_bytes, working_set
+from .budget import HEAP_SLACK, state_bytes, working_set
 from .budget_kernels import Backend
 from .config import LATENT_BLOCK, align_up, show_size
 from .errors import DoesNotFit, UsageError
@@ -128,7 +128,9 @@ def device_demand(
         head=arena_size(head, trunk) if placed.head else 0,
         head_block=sum(head_buffers(layout, trunk)) if placed.head else 0,
         state=options.sessions * state_of(spec, options, range(placed.layers)),
-        working=lambda rows: working_set(spec, options.dtype, rows, options.sessions, quiet),
+        working=lambda rows: (
+            working_set(spec, options.dtype, rows, options.sessions, quiet) - HEAP_SLACK
+        ),
         slot=slot if placed.experts else 0,
         experts=spec.expert_count if placed.experts else 0,
         top_k=spec.moe.top_k if spec.moe and placed.experts else 0,
