@@ -18,12 +18,12 @@ from .devices import (
     device_demand,
     device_plan,
     placement,
-    vram_limit,
 )
 from .kernels.choose import TRITON, Kernels
 from .kernels.workers import Workers
 from .layer_moe import Side
 from .model import Sides
+from .open_device import vram_limit
 from .options import Options
 from .registry import implementations
 from .scheduler.plan import Demand, Plan
@@ -70,7 +70,7 @@ class Accelerator:
         own = device_demand(
             self._checkpoint, self._options, trunk, self.placed, demand.slot, self._reserve
         )
-        self.plan = device_plan(own, limit, self._options.sweep)
+        self.plan = device_plan(own, limit, self._options.sweep, self.device.name)
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
         return beside_device(demand, self.plan, self.placed, self._options, spec)
 

@@ -40,6 +40,17 @@ Policy = Annotated[
 Predict = Annotated[
     str | None, typer.Option(envvar="K3_PREDICT", help="Which experts are read ahead.")
 ]
+Device = Annotated[str, typer.Option(envvar="K3_DEVICE", help="auto, cuda, cuda:N or cpu.")]
+Vram = Annotated[
+    str | None, typer.Option(envvar="K3_VRAM", help="Memory of the GPU to use, like 16G.")
+]
+ExpertsOn = Annotated[
+    str | None, typer.Option(envvar="K3_EXPERTS_ON", help="gpu or cpu; gpu where there is one.")
+]
+TrunkOn = Annotated[
+    str | None,
+    typer.Option(envvar="K3_TRUNK_ON", help="gpu, cpu, or split:N: the first N layers on the GPU."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -56,6 +67,10 @@ class How(NamedTuple):
     isa: str | None
     policy: str | None
     predict: str | None
+    device: str
+    vram: str | None
+    experts_on: str | None
+    trunk_on: str | None
 
 
 def kernels_of(given: list[str] | None) -> dict[str, str]:

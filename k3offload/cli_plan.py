@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .cli_options import AsJson, Cache, Dtype, Ram, Threads, Trunk, at_least_one
+from .cli_options import (
+    AsJson,
+    Cache,
+    Dtype,
+    ExpertsOn,
+    Ram,
+    Threads,
+    Trunk,
+    TrunkOn,
+    Vram,
+    at_least_one,
+)
 from .config import parse_size
 from .errors import UsageError
 from .find import find_model
@@ -19,6 +30,7 @@ from .progress import Progress, loading_libraries, write_out
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .doctor_system import Fact
+    from .forecast_device import Bus
     from .plan_report import Ask, Model
     from .rates import Rates
     from .spec import ModelSpec
@@ -26,6 +38,21 @@ if TYPE_CHECKING:
 _COUNTS = ("context", "sessions", "sweep", "threads")
 USUAL_CONTEXT = 4096
 _ORIGINS = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable", "DEFAULT": "default"}
+
+
+DiskRate = Annotated[float | None, typer.Option(help="Reads from disk, GB/s.")]
+RamRate = Annotated[float | None, typer.Option(help="Reads from memory, GB/s.")]
+Macs = Annotated[
+    float | None, typer.Option(help="Large bfloat16 products, 1e9 multiply-adds a second.")
+]
+HitRate = Annotated[
+    float | None, typer.Option(help="Of decode requests by experts in RAM, 0 to 1.")
+]
+VramRate = Annotated[float | None, typer.Option(help="Memory of the GPU, GB/s.")]
+BusRate = Annotated[float | None, typer.Option(help="Copies to the GPU, GB/s.")]
+DeviceMacs = Annotated[
+    float | None, typer.Option(help="Large bfloat16 products of the GPU, as --gmacs.")
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -52,14 +79,16 @@ def plan(
     dtype: Dtype = "bfloat16",
     trunk: Trunk = None,
     threads: Threads = None,
-    disk_gbps: Annotated[float | None, typer.Option(help="Reads from disk, GB/s.")] = None,
-    ram_gbps: Annotated[float | None, typer.Option(help="Reads from memory, GB/s.")] = None,
-    gmacs: Annotated[
-        float | None, typer.Option(help="Large bfloat16 products, 1e9 multiply-adds a second.")
-    ] = None,
-    hit_rate: Annotated[
-        float | None, typer.Option(help="Of decode requests by experts in RAM, 0 to 1.")
-    ] = None,
+    disk_gbps: DiskRate = None,
+    ram_gbps: RamRate = None,
+    gmacs: Macs = None,
+    hit_rate: HitRate = None,
+    vram: Vram = None,
+    experts_on: ExpertsOn = None,
+    trunk_on: TrunkOn = None,
+    vram_gbps: VramRate = None,
+    pcie_gbps: BusRate = None,
+    gpu_gmacs: DeviceMacs = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine first.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -78,14 +107,28 @@ def plan(
         trunk=trunk,
         threads=threads,
         hit_rate=hit_rate,
+        vram=vram,
+        experts_on=experts_on,
+        trunk_on=trunk_on,
     )
-    given = {"--disk-gbps": disk_gbps, "--ram-gbps": ram_gbps, "--gmacs": gmacs}
+    gpu = {"--vram-gbps": vram_gbps, "--pcie-gbps": pcie_gbps, "--gpu-gmacs": gpu_gmacs}
+    given = {"--disk-gbps": disk_gbps, "--ram-gbps": ram_gbps, "--gmacs": gmacs, **gpu}
     for option, value in given.items():
         if value is not None and not 0 < value < 1e9:
             raise UsageError(f"{option} is {value}.", "It must be more than 0.")
     rates = _rates(layout, ask, measure, disk_gbps, ram_gbps, gmacs)
-    made = report(name, layout, source, ask, rates)
+    if ask.vram is None and (wrong := [o for o, v in gpu.items() if v is not None]):
+        raise UsageError(f"{wrong[0]} is about a GPU.", "Say how much memory it has: --vram.")
+    made = report(name, layout, source, ask, rates, _bus(*gpu.values()))
     write_out(json.dumps(made.to_dict()) if as_json else render(made))
+
+
+def _bus(memory: float | None, pcie: float | None, macs: float | None) -> Bus:
+    """The GPU as it was described, the rest assumed."""
+    from .forecast_device import ASSUMED, Bus
+
+    given = (memory, pcie, macs)
+    return Bus(*(have if g is None else g * 1e9 for g, have in zip(given, ASSUMED, strict=True)))
 
 
 def _layout(model: str | None, config_only: Path | None) -> tuple[str, str, Model]:
@@ -129,9 +172,11 @@ def _ask(layout: Model, **given: Any) -> Ask:
     stored = stored_precision(t.name for la in spec.layers for t in layout.trunk(la.index))
     trunk = choose_precision(given.pop("trunk"), stored)
     ram, cache, threads = (given.pop(name) for name in ("ram", "cache", "threads"))
+    vram = given.pop("vram", None)
     return Ask(
         ram=int(read_machine().ceiling * 0.9) if ram is None else parse_size(ram),
         cache=None if cache is None else parse_size(cache),
+        vram=None if vram is None else parse_size(vram),
         threads=default_threads() if threads is None else threads,
         trunk=trunk,
         packed=stored != "bfloat16",

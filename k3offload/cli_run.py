@@ -14,7 +14,9 @@ import typer
 from .cli_options import (
     AsJson,
     Cache,
+    Device,
     Dtype,
+    ExpertsOn,
     How,
     Isa,
     Kernel,
@@ -24,6 +26,8 @@ from .cli_options import (
     Ram,
     Threads,
     Trunk,
+    TrunkOn,
+    Vram,
     at_least_one,
     kernels_of,
 )
@@ -66,6 +70,10 @@ def generate(
     isa: Isa = None,
     policy: Policy = None,
     predict: Predict = None,
+    device: Device = "auto",
+    vram: Vram = None,
+    experts_on: ExpertsOn = None,
+    trunk_on: TrunkOn = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue PROMPT."""
@@ -89,7 +97,10 @@ def generate(
             return {"context": len(ids) + max_new_tokens, "sweep": rows}
 
         meter = Meter(progress.show)
-        how = How(ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict)
+        how = How(
+            ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
+            experts_on, trunk_on,
+        )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             job = Job(ids, max_new_tokens, sampling, as_json)
             fine = run_generate(engine, job, progress, meter)
@@ -111,6 +122,10 @@ def logits(
     isa: Isa = None,
     policy: Policy = None,
     predict: Predict = None,
+    device: Device = "auto",
+    vram: Vram = None,
+    experts_on: ExpertsOn = None,
+    trunk_on: TrunkOn = None,
     decode_from: Annotated[
         int | None, typer.Option(help="Feed from this token one by one.")
     ] = None,
@@ -133,7 +148,10 @@ def logits(
             return {"context": len(ids), "sweep": rows, "extra": extra}
 
         meter = Meter(progress.show)
-        how = How(ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict)
+        how = How(
+            ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
+            experts_on, trunk_on,
+        )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             seen = Routing(engine.spec, len(ids)) if routing_place else None
             if seen:
@@ -160,7 +178,8 @@ def _open(
     ram = None if how.ram is None else parse_size(how.ram)
     cache = None if how.cache is None else parse_size(how.cache)
     rest: dict[str, Any] = {"ram": ram, "cache": cache, "dtype": how.dtype, "trunk": how.trunk}
-    rest.update(kernels=kernels_of(how.kernel), isa=how.isa)
+    rest.update(kernels=kernels_of(how.kernel), isa=how.isa, experts_on=how.experts_on)
+    rest.update(trunk_on=how.trunk_on, vram=None if how.vram is None else parse_size(how.vram))
     rest.update({k: v for k in ("policy", "predict") if (v := getattr(how, k)) is not None})
     if how.threads is not None:
         rest["threads"] = how.threads
@@ -179,7 +198,7 @@ def _open(
         progress.show(f"loading the trunk: {show_size(done)} of {show_size(total)}")
 
     watch = Watch(say_plan, loading, meter.layer, lambda text: progress.say(f"warning: {text}"))
-    return open_engine(model, sized, watch=watch, **rest)
+    return open_engine(model, sized, watch=watch, device=how.device, **rest)
 
 
 def _prompt(given: str, progress: Progress) -> str:

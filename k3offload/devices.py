@@ -1,21 +1,18 @@
-"""Which accelerator serves, what it computes, and how much of its memory goes to what."""
+"""What a device computes, and how much of its memory goes to what.  Numbers only, no torch."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .budget import HEAP_SLACK, state_bytes, working_set
 from .budget_kernels import Backend
-from .config import LATENT_BLOCK, align_up, show_size
+from .config import LATENT_BLOCK, align_up
 from .errors import DoesNotFit, UsageError
 from .layout import Layout, arena_size, head_buffers, head_tensors
-from .options import Options
 from .scheduler.plan import Demand, Limits, Plan, make_plan
 from .spec import ModelSpec
-from .tiers.device import Device
 
 #: Bytes of a GPU that its driver's context, compiled kernels and the allocator's rounding take.
 RESERVE = 600 << 20
@@ -40,7 +37,26 @@ class Placement(NamedTuple):
         return not (self.layers or self.experts)
 
 
-def placement(options: Options, spec: ModelSpec) -> Placement:
+class Wish(Protocol):
+    """What is asked of a device: ``options.Options``, or a plan's ``Ask``."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def sessions(self) -> int: ...
+
+    @property
+    def experts_on(self) -> str | None: ...
+
+    @property
+    def trunk_on(self) -> str | None: ...
+
+
+def placement(options: Wish, spec: ModelSpec) -> Placement:
     """What ``--trunk-on`` and ``--experts-on`` say; the device computes all by default."""
     every, text = len(spec.layers), options.trunk_on or "gpu"
     if text == "gpu":
@@ -64,52 +80,8 @@ def placement(options: Options, spec: ModelSpec) -> Placement:
     return made
 
 
-def open_device(wanted: str | Device) -> tuple[Device | None, str]:
-    """The device that ``--device`` names, and in one sentence why it is that one.
-
-    ``UsageError`` if a GPU was asked for by name and cannot be used.
-    """
-    if not isinstance(wanted, str):
-        return wanted, f"device: {wanted.name}, as given"
-    kind, _, number = wanted.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdigit())):
-        raise UsageError(f"--device {wanted!r} is not known.", "Use auto, cuda, cuda:N or cpu.")
-    if kind == "cpu":
-        return None, "device: cpu, as asked"
-    index = int(number or 0)
-    why = _why_no_gpu(index)
-    if not why:
-        from .tiers.device_cuda import CudaDevice
-
-        device = CudaDevice(index)
-        return device, f"device: {device.name}"
-    if kind == "cuda":
-        raise UsageError(
-            f"--device {wanted} cannot be used: {why}.",
-            "Use --device cpu, or install a torch with CUDA (pip install torch) and the driver.",
-        )
-    return None, f"device: cpu ({why})"
-
-
-def _why_no_gpu(index: int) -> str:
-    """Why GPU number ``index`` cannot be used; empty if it can."""
-    import torch
-
-    from .kernels.triton_run import installed
-
-    if torch.version.cuda is None:
-        return "this torch is built for CPUs alone"
-    try:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    except Exception as error:  # a broken driver may raise anything
-        return f"CUDA does not start: {error}"
-    if index >= count:
-        return f"CUDA finds {count} GPUs"
-    return "" if installed() else f"Triton is not installed for {sys.platform}"
-
-
 def device_demand(
-    layout: Layout, options: Options, trunk: str, placed: Placement, slot: int, reserve: int
+    layout: Layout, options: Wish, trunk: str, placed: Placement, slot: int, reserve: int
 ) -> Demand:
     """Bytes of device memory that ``placed`` needs; ``slot``: of an expert slot."""
     spec = layout.spec
@@ -137,7 +109,7 @@ def device_demand(
     )
 
 
-def state_of(spec: ModelSpec, options: Options, layers: Sequence[int]) -> int:
+def state_of(spec: ModelSpec, options: Wish, layers: Sequence[int]) -> int:
     """Bytes of one sequence's state in ``layers``."""
     own = set(layers)
     size = 2 if options.dtype == "bfloat16" else 4
@@ -148,7 +120,7 @@ def state_of(spec: ModelSpec, options: Options, layers: Sequence[int]) -> int:
     )
 
 
-def device_plan(demand: Demand, limit: int, rows: int) -> Plan:
+def device_plan(demand: Demand, limit: int, rows: int, name: str) -> Plan:
     """How ``limit`` bytes of the device are shared out; ``DoesNotFit`` names what is missing."""
     try:
         plan = make_plan(demand, Limits(limit, None, rows))
@@ -160,11 +132,11 @@ def device_plan(demand: Demand, limit: int, rows: int) -> Plan:
             missing=error.missing,
         ) from error
     purposes = [(NAMES.get(name, name), size) for name, size in plan.purposes]
-    return replace(plan, purposes=tuple((name, size) for name, size in purposes if name))
+    return replace(plan, purposes=tuple(p for p in purposes if p[0]), place=name)
 
 
 def beside_device(
-    demand: Demand, plan: Plan, placed: Placement, options: Options, spec: ModelSpec
+    demand: Demand, plan: Plan, placed: Placement, options: Wish, spec: ModelSpec
 ) -> Demand:
     """What is left for RAM to hold once the device has its part."""
     layers = [0 if i < placed.layers and i in plan.resident_layers else size
@@ -172,18 +144,3 @@ def beside_device(
     here = state_bytes(spec, options.dtype, options.context)
     there = state_of(spec, options, range(placed.layers))
     return replace(demand, layers=layers, state=options.sessions * (here - there))
-
-
-def vram_limit(device: Device, vram: int | None) -> int:
-    """Bytes of the device that may be used: what is asked for, if that is free."""
-    free = device.free_bytes()
-    if vram is None:
-        return int(free * 0.95)
-    if vram > free:
-        raise DoesNotFit(
-            f"--vram {vram:,} is more than the {free:,} bytes ({show_size(free)}) that are free "
-            f"on {device.name}.",
-            f"Give --vram {free // 10**6}M or less.",
-            missing=vram - free,
-        )
-    return vram

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -15,13 +16,13 @@ from .accelerator import Accelerator
 from .budget import demand_of
 from .budget_kernels import Backend
 from .checkpoint import Checkpoint
-from .devices import open_device
 from .errors import DoesNotFit, K3Error, SessionError, UsageError
 from .kernels.choose import NATIVE, TRITON, Kernels
 from .kernels.workers import Workers
 from .layer_moe import Side
 from .machine import read_machine, steady_allocator, trim_allocator
 from .model import Hooks, Model, Run, Sides
+from .open_device import open_device
 from .options import Options, Watch, limits_of
 from .precision import choose_precision
 from .registry import implementations
@@ -113,9 +114,13 @@ class Engine:
             backend=backend_of(self.kernels),
         )
         there = self.accelerator
+        limits = limits_of(machine, options)
         if there is not None:
             demand = there.make_plan(demand, self.trunk)
-        self.plan: Plan = make_plan(demand, limits_of(machine, options))
+            limits = replace(limits, rows=min(limits.rows, there.plan.sweep_rows))
+        self.plan: Plan = make_plan(demand, limits)
+        if there is not None:
+            self.plan = replace(self.plan, device=there.plan)
         self._watch.plan(self.plan)
         streamed = len(self.spec.layers) - len(self.plan.resident_layers)
         if streamed and self.trunk != checkpoint.spec.trunk_precision:

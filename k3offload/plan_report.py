@@ -16,8 +16,10 @@ from .budget import demand_of
 from .checkpoint import ExpertPage
 from .config import align_up, show_size
 from .config_fields import read_json
+from .device_report import DeviceReport, device_report
 from .errors import DoesNotFit
 from .forecast import Forecast, Setup, decode, prefill, prompt_seconds
+from .forecast_device import Bus
 from .inventory import EMBED, FINAL, HEAD, PROJECTOR, ROUTED, TOWER
 from .layout import Layout
 from .paths import show_path
@@ -50,6 +52,9 @@ class Ask:
     threads: int = 1
     hit_rate: float | None = None
     packed: bool = False
+    vram: int | None = None  #: None: no device
+    experts_on: str | None = None
+    trunk_on: str | None = None
 
 
 class Model(Layout, Protocol):
@@ -133,6 +138,7 @@ class PlanReport:
     sweep: Forecast
     prompt_seconds: float
     help: tuple[Help, ...]
+    device: DeviceReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The form ``plan --json`` prints: bytes and seconds."""
@@ -140,12 +146,12 @@ class PlanReport:
         return {
             "model": self.model,
             "source": self.source,
-            "device": "cpu",
+            "device": None if self.device is None else self.device.to_dict(),
             "ask": vars(self.ask),
             "tiers": {
                 "ram": plan_facts(self.plan, notes),
                 "disk": {"purposes": dict(self.disk), "total": sum(self.disk.values())},
-                "gpu": {"purposes": {}, "total": 0, "why": NO_GPU},
+                "gpu": None if self.device is None else plan_facts(self.device.plan),
             },
             "rates": self.rates.to_dict(),
             "decode": self.decode.to_dict(),
@@ -159,11 +165,11 @@ class PlanReport:
         }
 
 
-NO_GPU: Final = "this version computes on the CPU and uses no GPU"
-
-
-def report(model: str, layout: Model, source: str, ask: Ask, rates: Rates) -> PlanReport:
-    """The plan, the forecast and the advice; raises ``DoesNotFit`` with the missing bytes."""
+def report(
+    model: str, layout: Model, source: str, ask: Ask, rates: Rates, bus: Bus | None = None
+) -> PlanReport:
+    """The plan, the forecast and the advice; raises ``DoesNotFit`` with the missing bytes.  With
+    ``ask.vram`` also those of a device as ``bus`` describes it."""
     setup = _setup(layout, ask, rates, plan_of(layout, ask))
     step = decode(setup, position=ask.context)
     seconds = prompt_seconds(setup, ask.context)
@@ -180,6 +186,7 @@ def report(model: str, layout: Model, source: str, ask: Ask, rates: Rates) -> Pl
         sweep=prefill(setup, tokens=min(setup.plan.sweep_rows, ask.context)),
         prompt_seconds=seconds,
         help=advice(layout, ask, rates, step.seconds, seconds),
+        device=device_report(layout, ask, rates, _demand(layout, ask), bus or Bus()),
     )
 
 
@@ -286,7 +293,8 @@ def render(report: PlanReport) -> str:
     lines.append("disk:")
     lines += [f"  {name:26}  {show_size(size):>8}" for name, size in report.disk.items()]
     lines += plan_lines(report.plan, lowered(report.plan, ask.cache, ask.sweep))
-    lines.append(f"gpu: {NO_GPU}")
+    if report.device is None:
+        lines.append("gpu: none (--vram adds one to the plan)")
     r = report.rates
     lines.append(
         f"rates ({r.source}): disk {r.disk / 1e9:.3g} GB/s, memory {r.ram / 1e9:.3g} GB/s, "
@@ -302,8 +310,10 @@ def render(report: PlanReport) -> str:
         f"  a prompt of {ask.context:,} tokens takes {_seconds(report.prompt_seconds)}, "
         f"{_seconds(report.prompt_seconds / ask.context)} a token"
     )
+    if report.device is not None:
+        lines += report.device.lines()
     if report.help:
-        lines.append("what would help most:")
+        lines.append("what would help most, without a gpu:")
     for one in report.help:
         lines.append(
             f"  {one.what}: {_seconds(one.decode_seconds)} a token "

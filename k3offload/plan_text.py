@@ -36,6 +36,8 @@ def plan_facts(plan: Plan, notes: Sequence[str] = ()) -> dict[str, Any]:
         "embed_resident": plan.embed_resident,
         "head_resident": plan.head_resident,
         "sweep_tokens": plan.sweep_rows,
+        "place": plan.place,
+        "device": None if plan.device is None else plan_facts(plan.device),
         "notes": [*plan.notes, *notes],
     }
 
@@ -44,17 +46,20 @@ def plan_lines(plan: Plan, notes: Sequence[str] = ()) -> list[str]:
     """The plan as a person reads it, printed before anything is loaded."""
     width = max(len(name) for name, _ in plan.purposes)
     lines = [f"note: {note}" for note in [*plan.notes, *notes]]
-    lines.append(f"memory plan, {show_size(plan.limit)} allowed:")
+    if plan.device is not None:
+        lines += plan_lines(plan.device)
+    lines.append(f"memory plan of {plan.place}, {show_size(plan.limit)} allowed:")
     lines += [f"  {name:{width}}  {show_size(size):>8}" for name, size in plan.purposes if size]
     lines.append(f"  {'sum':{width}}  {show_size(plan.total):>8}")
     if plan.experts:
         share = 100 * plan.slots / plan.experts
-        lines.append(f"  {plan.slots:,} of {plan.experts:,} experts fit in RAM ({share:.3g} %)")
+        lines.append(f"  {plan.slots:,} of {plan.experts:,} experts fit ({share:.3g} %)")
     streamed = len(plan.layer_sizes) - len(plan.resident_layers)
     if streamed:
         size = sum(s for i, s in enumerate(plan.layer_sizes) if i not in plan.resident_layers)
+        how = "read" if plan.place == "RAM" else "copied"
         lines.append(
-            f"  the trunk of {streamed} of {len(plan.layer_sizes)} layers is read anew for each "
+            f"  the trunk of {streamed} of {len(plan.layer_sizes)} layers is {how} anew for each "
             f"sweep ({show_size(size)})"
         )
     return lines

@@ -37,18 +37,33 @@ def tier_facts(engine: Engine) -> dict[str, Any]:
 
 def kernel_facts(engine: Engine) -> dict[str, Any]:
     """What computes: the device, the instruction set and the backend of each operator."""
-    kernels = engine.kernels
-    return {"device": "cpu", "isa": kernels.isa, "why": kernels.why, "operators": kernels.chosen}
+    kernels, there = engine.kernels, engine.accelerator
+    return {
+        "device": "cpu" if there is None else there.device.name,
+        "device_why": engine.device_line,
+        "isa": kernels.isa,
+        "why": kernels.why,
+        "operators": kernels.chosen,
+        "placed": None if there is None else there.placed._asdict(),
+        "device_operators": None if there is None else there.kernels.chosen,
+    }
 
 
 def kernel_line(engine: Engine) -> str:
     """The same as a person reads it."""
-    kernels = engine.kernels
+    kernels, there = engine.kernels, engine.accelerator
     other = [f"{op}={backend}" for op, backend in kernels.chosen.items() if backend != NATIVE]
     if len(other) == len(kernels.chosen):
-        return f"device: cpu, torch kernels. {kernels.why}".rstrip()
-    beside = f"; not native: {', '.join(other)}" if other else ""
-    return f"device: cpu, {kernels.why}{beside}"
+        cpu = f"torch kernels. {kernels.why}".rstrip()
+    else:
+        beside = f"; not native: {', '.join(other)}" if other else ""
+        cpu = f"{kernels.why}{beside}"
+    if there is None:
+        return f"{engine.device_line}, {cpu}"
+    layers, head, experts = there.placed
+    parts = [f"{layers} of {len(engine.spec.layers)} layers"]
+    parts += ["the head"] * head + ["the experts"] * experts
+    return f"{engine.device_line} computes {', '.join(parts)}; the cpu the rest: {cpu}"
 
 
 def memory_facts(engine: Engine) -> dict[str, int]:

@@ -69,6 +69,8 @@ class Plan:
     experts: int
     layer_sizes: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    device: Plan | None = None  # of an accelerator's memory
+    place: str = "RAM"  # what this plan is of
 
     @property
     def total(self) -> int:

@@ -32,11 +32,12 @@ GROUPS = {
     "state": "arena device_trunk fetch ring state weights",
     "model": "model layer_kda layer_mla layer_moe",
     "session": "session",
-    "engine": "accelerator devices engine load budget budget_kernels generate options plan_text "
-    "warmup",
-    "edge": "bench_read check inspect make_tiny progress report trace",
+    "engine": "accelerator devices open_device engine load budget budget_kernels generate options "
+    "plan_text warmup",
+    "edge": "bench_read check inspect kernels_offline make_tiny progress report trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
-    "planning": "doctor doctor_system forecast measure plan_report rates",
+    "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
+    "rates",
     "command": "damage run_generate run_logits",
     "cli": "cli cli_bench cli_damage cli_model cli_options cli_pack cli_plan cli_run",
     "root": "__init__ __main__",
@@ -70,7 +71,10 @@ TORCH_FREE_EDGES = [
     "bench_read",
     "budget",
     "check",
+    "device_report",
+    "devices",
     "forecast",
+    "forecast_device",
     "inspect",
     "make_tiny",
     "options",

@@ -106,8 +106,7 @@ def test_the_released_model_in_numbers() -> None:
     disk = made["tiers"]["disk"]
     assert disk["purposes"]["routed experts"] == 1_446_456_066_048
     assert disk["total"] == sum(disk["purposes"].values()) == K3.spec.total_bytes
-    assert made["tiers"]["gpu"]["total"] == 0
-    assert made["device"] == "cpu"
+    assert made["tiers"]["gpu"] is None and made["device"] is None
     assert made["decode"]["expert_bytes"] == pytest.approx(25.83e9, rel=0.01)
     assert made["decode"]["seconds"] > 3.65
     assert made["decode"]["limit"] == "disk"

@@ -1,0 +1,130 @@
+"""Every Triton kernel compiled for every architecture, without a GPU: registers, memory, spills.
+
+The sizes are those of K3.  What the assembler says about the machine code stands in a table, so
+that a change which makes a kernel spill is seen where there is no GPU to see it on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import UsageError
+from .kernels.triton_run import ARCHITECTURES, FUSION, Compiled, Sizes, installed, upcast
+from .registry import implementation, names
+
+OPERATORS = (
+    "linear", "experts", "router", "combine", "rms_norm", "attnres", "short_conv", "kda_gate",
+    "kda", "mixer", "mla_decode", "mla_prefill",
+)  # fmt: skip
+REGISTERS = 65536  #: of a multiprocessor
+#: compute capability -> shared memory of a multiprocessor in bytes, and its warps at most
+#: (CUDA C programming guide, technical specifications per compute capability)
+PROCESSORS = {
+    80: (164 << 10, 64), 86: (100 << 10, 48), 89: (100 << 10, 48), 90: (228 << 10, 64),
+    120: (100 << 10, 48),
+}  # fmt: skip
+BLOCK_SHARED = 1 << 10  #: bytes that the system keeps of each block's shared memory
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel on an architecture.  ``spilled``: bytes of local memory of a thread; ``occupancy``:
+    part of the warps of a multiprocessor that can be there at a time."""
+
+    kernel: str
+    arch: int
+    registers: int
+    shared: int
+    spilled: int
+    occupancy: float
+    decode: bool
+
+
+def launches(sizes: Sizes) -> list[Compiled]:
+    """What every ``OP_triton.py`` launches at ``sizes``."""
+    if not installed():
+        raise UsageError("Triton is not installed.", "pip install triton")
+    if upcast():
+        raise UsageError("Kernels are interpreted (TRITON_INTERPRET=1).", "Unset it.")
+    modules = [
+        implementation("kernels", op, "triton")
+        for op in OPERATORS
+        if "triton" in names("kernels", op)
+    ]
+    return [one for module in modules for one in module.compiled(sizes)]
+
+
+def compile_all(sizes: Sizes | None = None, archs: Iterable[int] = ARCHITECTURES) -> list[Row]:
+    """A row for each launch and architecture."""
+    every = launches(sizes or Sizes())
+    return [compile_one(one, arch) for one in every for arch in archs]
+
+
+def compile_one(one: Compiled, arch: int) -> Row:
+    """Compile a launch for compute capability ``arch`` and read what the assembler says."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    arguments = one.kernel.arg_names
+    constants = {(arguments.index(name),): value for name, value in one.constants.items()}
+    source = ASTSource(fn=one.kernel, signature=dict(one.signature), constexprs=constants)
+    options = {"num_warps": one.warps, "num_stages": one.stages, **FUSION}
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers, shared, spilled = _resources(made.asm["cubin"])
+    shared = max(shared, int(made.metadata.shared))
+    warps = _warps(arch, registers, shared, one.warps)
+    occupancy = round(warps / PROCESSORS[arch][1], 2)
+    return Row(one.name, arch, registers, shared, spilled, occupancy, one.decode)
+
+
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, static shared memory and local memory of a thread, by the bundled tool."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {key: int(n) for key, n in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", told)}
+    return found["REG"], found["SHARED"], found["STACK"] + found["LOCAL"]
+
+
+def _warps(arch: int, registers: int, shared: int, block: int) -> int:
+    """Warps that a multiprocessor holds at a time, in blocks of ``block`` warps."""
+    memory, most = PROCESSORS[arch]
+    of_registers = REGISTERS // (max(registers, 1) * 32 * block)
+    of_memory = memory // (shared + BLOCK_SHARED)
+    return min(most // block, of_registers, of_memory) * block
+
+
+def render(rows: Iterable[Row]) -> str:
+    """The table as a person reads it."""
+    rows = list(rows)
+    width = max((len(row.kernel) for row in rows), default=6)
+    lines = [f"{'kernel':{width}}  arch  registers  shared  spilled  occupancy"]
+    lines += [
+        f"{row.kernel:{width}}  sm_{row.arch:<3} {row.registers:6} {row.shared:9,} {row.spilled:8} "
+        f"{row.occupancy:9.0%}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def as_json(rows: Iterable[Row]) -> str:
+    """The table as it is stored, one row a line, with the compiler's version."""
+    import triton
+
+    facts: dict[str, Any] = {"triton": triton.__version__, "rows": []}
+    lines = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
+    return json.dumps(facts)[:-3] + f"[\n  {lines}\n]}}\n"
