@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from k3offload.budget import demand_of
 from k3offload.checkpoint import Checkpoint
 from k3offload.cli import app
+from k3offload.config import parse_size
 from k3offload.errors import DoesNotFit, UsageError
 from k3offload.find import find_model
 from k3offload.make_tiny import make_tiny
@@ -231,3 +232,24 @@ def test_planning_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("vram", "ram", "slowest"), [("24G", "128G", 8.0), ("8G", "48G", 20.0)])
+def test_the_released_model_with_a_gpu(vram: str, ram: str, slowest: float) -> None:
+    made = k3("--vram", vram, "--ram", ram, "--disk-gbps", "7", "--ram-gbps", "70")
+    gpu = made["tiers"]["gpu"]
+    assert (
+        0.9 * parse_size(vram) < gpu["total"] == sum(gpu["purposes"].values()) <= parse_size(vram)
+    )
+    assert 0 < gpu["expert_slots"] < made["tiers"]["ram"]["expert_slots"] + 100
+    ways = {(w["trunk_on"], w["experts_on"]): w for w in made["device"]["ways"]}
+    assert set(ways) == {("gpu", "gpu"), ("gpu", "cpu"), ("cpu", "gpu")}
+    for way in ways.values():
+        step = way["decode"]
+        tiers = [step[f"{name}_seconds"] for name in ("device", "bus", "disk")]
+        assert max(tiers) <= step["seconds"] <= sum(tiers) + step["cpu_seconds"]
+        assert 1.0 < step["seconds"] < slowest
+    both = ways["gpu", "gpu"]["decode"]
+    held = gpu["purposes"]["trunk, resident"]
+    moved = both["bus_bytes"] - 1472 * 17_547_264 * (1 - both["vram_hit_rate"])
+    assert moved + held == pytest.approx(111.3e9, rel=0.02)  # the trunk: held, or copied
