@@ -62,7 +62,8 @@ class Compiled(NamedTuple):
 
     ``signature``: argument -> type as Triton spells it ("*bf16", "i32", "constexpr");
     ``constants``: argument -> value of each constexpr; ``decode``: runs for each token, so that
-    registers must not spill.
+    registers must not spill; ``aligned``: arguments that a launch finds to be multiples of 16,
+    which decides how wide loads are.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Compiled(NamedTuple):
     warps: int = 4
     stages: int = 1
     decode: bool = False
+    aligned: tuple[str, ...] = ()
 
 
 def tables(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
