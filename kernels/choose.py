@@ -71,8 +71,11 @@ class Kernels:
                 if part in ROW_BY_ROW and backend == NATIVE:  # torch's are done by the caller alone
                     functions[part] = partial(functions[part], workers=workers)
             self.chosen[op] = backend
-        if all(self.chosen[op] == NATIVE for op in MIXED):
+        together = {self.chosen[op] for op in MIXED}
+        if together == {NATIVE}:
             functions["mixer"] = mixer_native.mixer
+        elif together == {TRITON}:  # imported only now: Triton is large
+            functions["mixer"] = implementation("kernels", "mixer", TRITON).mixer
         else:
             functions["mixer"] = partial(mixer.composed, dict(functions))
         self._f = functions

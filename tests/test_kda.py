@@ -87,8 +87,10 @@ def check_chunk(chunk: Chunk, lengths: Sequence[int], gate: str) -> None:
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("backend", MODULES)
 def test_chunk_equals_the_recurrence(backend: str, gate: str) -> None:
-    """Prompts of every length from 1 to 70, and some of several chunks."""
-    check_chunk(MODULES[backend].kda_chunk, (*range(1, 71), 128, 200), gate)
+    """Prompts of every length from 1 to 70, and some of several chunks; the interpreter of Triton
+    is slow and walks the edges of sub-blocks and chunks alone."""
+    short = (1, 2, 15, 16, 17, 33, 63, 64, 65) if backend == "triton" else range(1, 71)
+    check_chunk(MODULES[backend].kda_chunk, (*short, 128, 200), gate)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -136,7 +138,7 @@ def test_rows_behind_the_prompt_reach_nothing(backend: str) -> None:
 @pytest.mark.parametrize("backend", MODULES)
 def test_threads_change_no_bit(backend: str, name: str) -> None:
     g = generator(9)
-    heads = 35
+    heads = 5 if backend == "triton" else 35  # its interpreter is slow, and knows no threads
     shape = (heads,) if name == "kda_step" else (50, heads)
     q, k, v = (randn(g, *shape, 32) for _ in range(3))
     decay, beta, state = -randn(g, *shape, 32).abs(), randn(g, *shape), randn(g, heads, 32, 32)
