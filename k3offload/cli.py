@@ -13,7 +13,16 @@ from typing import Annotated, Any
 
 import typer
 
-from . import __version__, cli_bench, cli_damage, cli_model, cli_pack, cli_plan, cli_run
+from . import (
+    __version__,
+    cli_bench,
+    cli_damage,
+    cli_kernels,
+    cli_model,
+    cli_pack,
+    cli_plan,
+    cli_run,
+)
 from .errors import K3Error, UsageError
 from .paths import show_path
 from .progress import INTERRUPTED, failed, last_words, let_go, steady_streams, write_out
@@ -26,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for commands in (cli_run, cli_model, cli_pack, cli_plan, cli_damage, cli_bench):
+for commands in (cli_run, cli_model, cli_pack, cli_plan, cli_damage, cli_bench, cli_kernels):
     commands.add_to(app)
 
 

@@ -39,7 +39,7 @@ GROUPS = {
     "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
     "rates",
     "command": "damage run_generate run_logits",
-    "cli": "cli cli_bench cli_damage cli_model cli_options cli_pack cli_plan cli_run",
+    "cli": "cli cli_bench cli_damage cli_kernels cli_model cli_options cli_pack cli_plan cli_run",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.
