@@ -21,7 +21,7 @@ from .glu_reference import Activation
 from .linear_reference import Weight
 from .mixer import MixerRows, MixerWeights
 from .mla_prefill_reference import Query
-from .triton_run import interpreted
+from .triton_run import interpreted, one_at_a_time
 from .workers import Workers
 
 #: Operator -> the functions of its files.
@@ -68,6 +68,8 @@ class Kernels:
             module = implementation("kernels", op, backend)
             for part in parts:
                 functions[part] = getattr(module, part)
+                if backend == TRITON:
+                    functions[part] = one_at_a_time(functions[part])
                 if part in ROW_BY_ROW and backend == NATIVE:  # torch's are done by the caller alone
                     functions[part] = partial(functions[part], workers=workers)
             self.chosen[op] = backend
@@ -75,7 +77,8 @@ class Kernels:
         if together == {NATIVE}:
             functions["mixer"] = mixer_native.mixer
         elif together == {TRITON}:  # imported only now: Triton is large
-            functions["mixer"] = implementation("kernels", "mixer", TRITON).mixer
+            own = implementation("kernels", "mixer", TRITON).mixer
+            functions["mixer"] = one_at_a_time(own)
         else:
             functions["mixer"] = partial(mixer.composed, dict(functions))
         self._f = functions

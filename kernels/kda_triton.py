@@ -41,6 +41,15 @@ def padded(size: int) -> int:
 
 
 @triton.jit
+def cells_of(state, head, i, j, DK: tl.constexpr, DV: tl.constexpr):
+    """Addresses of rows ``i`` and columns ``j`` of a head's state, which starts at 16 bytes."""
+    cells = state + head * (DK * DV) + i[:, None] * DV + j[None, :]
+    if DV % 4 == 0:  # every row does too: four numbers a load, a quarter of the addresses
+        cells = tl.multiple_of(cells, (16, 16))
+    return cells
+
+
+@triton.jit
 def delta(S, q, k, v, g, strength):
     """One token for the state ``S`` [D, V] -> S, o [V]."""
     S = S * tl.exp(g)[:, None]
@@ -56,7 +65,7 @@ def kda_step_kernel(
 ):  # fmt: skip
     head, i, j = tl.program_id(0).to(tl.int64), tl.arange(0, D), tl.arange(0, V)
     keys, values = i < DK, j < DV
-    cells = state + head * (DK * DV) + i[:, None] * DV + j[None, :]
+    cells = cells_of(state, head, i, j, DK, DV)
     S = tl.load(cells, mask=keys[:, None] & values[None, :], other=0.0)
     own = head * DK + i
     S, o = delta(
@@ -130,7 +139,7 @@ def kda_chunk_kernel(
     head, i = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     j = tl.program_id(1) * V + tl.arange(0, V)
     row, values = tl.arange(0, SUB), j < DV
-    cells = state + head * (DK * DV) + i[:, None] * DV + j[None, :]
+    cells = cells_of(state, head, i, j, DK, DV)
     kept = (i < DK)[:, None] & values[None, :]
     S = tl.load(cells, mask=kept, other=0.0)
     for first in range(0, rows, SUB):
@@ -166,7 +175,7 @@ def kda_step(
     Changes ``state`` [h, dk, dv] in place; returns o [h, dv].
     """
     heads, dk, dv = state.shape
-    assert state.is_contiguous()
+    assert state.is_contiguous() and (dv % 4 or state.data_ptr() % 16 == 0)
     out = torch.empty(heads, dv, device=v.device)
     kda_step_kernel[(heads,)](
         q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(), state,
@@ -187,7 +196,7 @@ def kda_chunk(
     """One chunk of n <= 64 tokens: ``q, k, g`` [n, h, dk], ``v`` [n, h, dv], ``beta`` [n, h], all
     float32.  Changes ``state`` [h, dk, dv] in place; returns o [n, h, dv]."""
     heads, dk, dv = state.shape
-    assert state.is_contiguous()
+    assert state.is_contiguous() and (dv % 4 or state.data_ptr() % 16 == 0)
     out = torch.empty(q.shape[0], heads, dv, device=v.device)
     columns = min(COLUMNS, padded(dv))
     kda_chunk_kernel[(heads, triton.cdiv(dv, columns))](

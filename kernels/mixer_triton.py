@@ -25,7 +25,16 @@ from .kda_gate_triton import (
     tile_of,
     unit,
 )
-from .kda_triton import CHUNK_OPTIONS, COLUMNS, STEP_OPTIONS, delta, padded, precision, sub_block
+from .kda_triton import (
+    CHUNK_OPTIONS,
+    COLUMNS,
+    STEP_OPTIONS,
+    cells_of,
+    delta,
+    padded,
+    precision,
+    sub_block,
+)
 from .mixer import UNIT_EPS, MixerRows, MixerWeights
 from .short_conv_triton import convolved, input_at
 from .triton_run import Compiled, Sizes
@@ -67,7 +76,7 @@ def decode_kernel(
     """One token."""
     head, i = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     inside, channel = i < DIM, head * DIM + i
-    cells = state + head * (DIM * DIM) + i[:, None] * DIM + i[None, :]
+    cells = cells_of(state, head, i, i, DIM, DIM)
     S = tl.load(cells, mask=inside[:, None] & inside[None, :], other=0.0)  # while the rest goes on
     now = tl.zeros_like(channel)
     q = convolved(xq, tail_q, conv_q, now, channel, inside, wide, TAPS)
@@ -97,7 +106,7 @@ def prompt_kernel(
     head, i, row = tl.program_id(0).to(tl.int64), tl.arange(0, D), tl.arange(0, SUB)
     j = tl.program_id(1) * V + tl.arange(0, V)
     inside, channel, value = i < DIM, head * DIM + i, head * DIM + j
-    cells = state + head * (DIM * DIM) + i[:, None] * DIM + j[None, :]
+    cells = cells_of(state, head, i, j, DIM, DIM)
     S = tl.load(cells, mask=inside[:, None] & (j < DIM)[None, :], other=0.0)
     rate = tl.exp(tl.load(a_log + head))
     bias = tl.load(dt_bias + channel, mask=inside, other=0.0)
@@ -159,6 +168,7 @@ def mixer(
     small = (*w.convs, rows.raw, rows.beta)
     floats = (*w.convs, w.a_log, w.dt_bias, w.norm, state)
     assert all(x.dtype == torch.float32 for x in floats)
+    assert dim % 4 or state.data_ptr() % 16 == 0
     assert all(x.is_contiguous() for x in (*moved, *small, rows.gate, *floats))
     out = torch.empty_like(rows.gate)
     taps2, d, bounded, scale = (

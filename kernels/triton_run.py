@@ -12,9 +12,10 @@ float32 either way.  Multiply-adds are only fused where a kernel writes ``tl.fma
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, wraps
 from importlib.util import find_spec
+from threading import Lock
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -36,6 +37,20 @@ def upcast() -> bool:
 def interpreted() -> bool:
     """Whether kernels can run on tensors of the CPU."""
     return installed() and upcast()
+
+
+_INTERPRETER: Final = Lock()  #: it patches Triton's modules while it runs: one call at a time
+
+
+def one_at_a_time(f: Callable[..., Any]) -> Callable[..., Any]:
+    """``f``, an operator on Triton, for callers in several threads."""
+
+    @wraps(f)
+    def alone(*args: Any, **named: Any) -> Any:
+        with _INTERPRETER:
+            return f(*args, **named)
+
+    return alone if upcast() else f
 
 
 class Sizes(NamedTuple):

@@ -188,3 +188,19 @@ def test_in_two_pieces(backend: str, dtype: torch.dtype) -> None:
     assert alike(whole[2:], after[1:])
     allowed = (2.0**-7 if dtype == torch.bfloat16 else 2e-5) * whole[0].abs().max()
     assert (torch.cat([begin, end]).float() - whole[0].float()).abs().max() <= allowed
+
+
+@needs_triton
+def test_triton_is_interpreted_for_one_thread_at_a_time() -> None:
+    """The interpreter patches Triton's modules while it runs; warming up calls from several."""
+    given, mixed = made(2, 7, 3, 4, -5.0, torch.float32), by_triton()
+    got: list[torch.Tensor] = []
+
+    def task(_: int) -> None:
+        tails, state = [tail.clone() for tail in given.tails], given.state.clone()
+        got.append(mixed.mixer(given.rows, tails, state, given.weights, False))
+
+    workers = Workers(3)
+    workers.map(task, 6)
+    workers.close()
+    assert len(got) == 6 and all(same_bits(x, got[0]) for x in got)
