@@ -75,7 +75,9 @@ def compile_one(one: Compiled, arch: int) -> Row:
 
     arguments = one.kernel.arg_names
     constants = {(arguments.index(name),): value for name, value in one.constants.items()}
-    source = ASTSource(fn=one.kernel, signature=dict(one.signature), constexprs=constants)
+    # as at launch: without it loads are not vectorised, and the registers are not the real ones
+    attrs = {(arguments.index(name),): [["tt.divisibility", 16]] for name in one.aligned}
+    source = ASTSource(one.kernel, dict(one.signature), constants, attrs)
     options = {"num_warps": one.warps, "num_stages": one.stages, **FUSION}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, shared, spilled = _resources(made.asm["cubin"])
