@@ -116,7 +116,9 @@ class _DeviceSweep(_Sweep):
             return 0.0, 0.0
         given = self.setup.hit_rate
         if given is not None:
-            return (given * min(1.0, held / max(1, self.setup.plan.slots)), given)
+            # of all requests; VRAM has its share of the pages that RAM has
+            vram = given * min(1.0, held / max(1, self.setup.plan.slots))
+            return vram, (given - vram) / (1 - vram) if vram < 1 else 1.0
         return held / every, max(0.0, self.setup.plan.slots - held) / (every - held)
 
     def _routed(self) -> Cost:
