@@ -86,7 +86,7 @@ class Accelerator:
         self._ends.callback(self.trunk.close)
         if host is None or not self.placed.experts:
             return
-        tier = DeviceTier(host, disk, self.device, weights.check_expert)
+        tier = DeviceTier(host, disk, self.device, weights.device_pieces)
         self._ends.callback(tier.close)
         size, count = self.plan.slot_bytes, self.plan.slots
         memory = self.device.allocate(size * count).view(count, size)

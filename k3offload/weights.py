@@ -17,6 +17,7 @@ import torch
 
 from .arena import DTYPES, LayerWeights, Memory, as_bytes, holds_nan
 from .checkpoint import Checkpoint, Tensor
+from .config import TENSOR_ALIGN, align_up
 from .errors import CheckpointError
 from .fetch import Fetch
 from .kernels.linear_reference import DenseWeight, Weight
@@ -26,7 +27,7 @@ from .layout import EMBED, HEAD, arena_size, head_buffers, head_cuts, head_tenso
 from .ring import Ring
 from .scheduler.counts import Counts
 from .scheduler.plan import Plan
-from .tiers.base import Buffer, PageId, Priority
+from .tiers.base import Buffer, Location, PageId, Priority
 from .tiers.tier_disk import DiskTier, windows
 from .tiers.tier_ram import Slab
 
@@ -210,16 +211,22 @@ class Weights:
         self._experts[address] = (page, expert)
         return expert
 
-    def check_expert(self, page: PageId, buffer: Buffer) -> None:
-        """Raise ``CheckpointError`` for a page in RAM that holds what is no number; it is looked at
-        before it goes to a device, where nobody looks again."""
+    def device_pieces(self, page: PageId, buffer: Buffer) -> list[tuple[Buffer, int]]:
+        """The pieces of a page in RAM and where each goes in a slot of a device: close together, at
+        boundaries that its kernels like, whatever its place in a file was.  ``CheckpointError`` for
+        a page that holds what is no number; on the device nobody looks again."""
         self._expert(page, buffer)
+        extents = self._checkpoint.expert(page.layer, page.expert).extents
+        places = zip(windows(extents)[0], extents, device_starts(extents), strict=True)
+        return [(buffer[begin : begin + e.length], to) for begin, e, to in places]
 
     def _expert(self, page: PageId, buffer: Memory) -> Expert:
         m = self.spec.moe
         assert m is not None
         page_map = self._checkpoint.expert(page.layer, page.expert)
-        starts, _ = windows(page_map.extents)
+        on_device = isinstance(buffer, torch.Tensor)
+        extents = page_map.extents
+        starts = device_starts(extents) if on_device else windows(extents)[0]
         raw = {}
         for key, extent, delta, size in page_map.parts:
             at = starts[extent] + delta
@@ -230,7 +237,7 @@ class Weights:
                 tensor = raw[f"{name}.weight"].view(DTYPES[self._checkpoint.expert_dtype])
                 return DenseWeight(tensor.view(n, k), aligned=False)
             scale = raw[f"{name}.weight_scale"]
-            if not isinstance(buffer, torch.Tensor) and holds_nan(scale.numpy()):
+            if not on_device and holds_nan(scale.numpy()):
                 raise CheckpointError(
                     f"Layer {page.layer}, expert {page.expert}: {name}.weight_scale holds "
                     "255, which is not a number.",
@@ -241,3 +248,12 @@ class Weights:
         return (
             weight("w1", m.width, m.io), weight("w3", m.width, m.io), weight("w2", m.io, m.width),
         )  # fmt: skip
+
+
+def device_starts(extents: Sequence[Location]) -> list[int]:
+    """Where each extent of a page begins in a slot of a device."""
+    starts, end = [], 0
+    for extent in extents:
+        starts.append(end)
+        end = align_up(end + extent.length, TENSOR_ALIGN)
+    return starts

@@ -9,11 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from k3offload.checkpoint import Checkpoint
 from k3offload.config import parse_size
 from k3offload.errors import DoesNotFit, UsageError
+from k3offload.kernels.mxfp4 import Mxfp4Weight
 from k3offload.load import load
+from k3offload.tiers.base import PageId
 from k3offload.tiers.device import DeviceError
 from k3offload.tiers.device_fake import FakeDevice
+from tests.helpers_engine import BRIEF, checkpoint
 
 PROMPT, STEPS = [(7 * i) % 300 for i in range(150)], 3
 
@@ -63,6 +67,21 @@ def test_bits_do_not_depend_on_the_place(
 def test_little_ram_and_little_vram(alone: Logits) -> None:
     device = FakeDevice(400 << 20, seed=5)
     assert np.array_equal(logits(device=device, vram="7M", cache="1M"), alone)
+
+
+def test_pages_lie_on_the_device_where_kernels_like_them() -> None:
+    """At 16 bytes, which is what their loads take, whatever their place in a file."""
+    folder = checkpoint(**BRIEF)
+    with load(folder, context=64, device=FakeDevice(400 << 20), vram="60M") as engine:
+        store = engine.accelerator.store if engine.accelerator else None
+        assert store is not None
+        page = PageId(engine.spec.moe_layers[0], 7)
+        assert Checkpoint.open(folder).expert(*page).extents[0].offset % 16 == 8
+        with store.lease([page]) as arrivals:
+            for batch in arrivals:
+                for weight in engine.weights.expert(page, batch[0][1]):
+                    assert isinstance(weight, Mxfp4Weight)
+                    assert weight.packed.data_ptr() % 16 == weight.scale.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize("trunk", ["int8", "mxfp4"])

@@ -71,6 +71,7 @@ class FakeDevice:
         self._used = 0
         self._marks = self._copies = 0
         self._uses: dict[int, int] = {}  # address -> number of the first mark that covers its use
+        self._sizes: dict[int, int] = {}
         self._waiting: list[_Copy] = []
         self._change = threading.Condition()
         self._closing = False
@@ -102,8 +103,9 @@ class FakeDevice:
         assert after is None or isinstance(after, FakeMark)
         with self._change:
             assert not self._closing, "the device is closed"
-            use = self._uses.pop(to.data_ptr(), 0)
-            assert use == 0 or (after is not None and after.number >= use), (
+            begin = to.data_ptr()
+            uses = [a for a in self._uses if a < begin + to.nbytes and begin < a + self._sizes[a]]
+            assert all(after is not None and after.number >= self._uses[a] for a in uses), (
                 "device memory would be overwritten while kernels still read it"
             )
             to.fill_(POISON)
@@ -121,6 +123,7 @@ class FakeDevice:
     def handed_out(self, memory: torch.Tensor) -> None:
         with self._change:
             self._uses[memory.data_ptr()] = self._marks + 1
+            self._sizes[memory.data_ptr()] = memory.nbytes
 
     def heal(self) -> None:
         """From now on no copy fails."""

@@ -18,6 +18,7 @@ import torch
 from .base import Buffer, Cancelled, PageId, Priority, Ticket, Tier
 from .device import Device, Mark
 
+Pieces = Callable[[PageId, Buffer], Sequence[tuple[Buffer, int]]]
 COPIERS = 8  #: pages on their way from disk or RAM to the device at a time
 
 
@@ -45,8 +46,8 @@ class _Copy(Ticket):
 
 
 class DeviceTier:
-    """Pages of ``host`` for slots on ``device``.  ``check(page, bytes)`` sees each page in RAM
-    before it is copied and may refuse it."""
+    """Pages of ``host`` for slots on ``device``.  ``pieces(page, bytes)`` cuts a page in RAM into
+    what is copied and says where in the slot each piece goes; it may refuse the page."""
 
     name = "device"
 
@@ -55,10 +56,10 @@ class DeviceTier:
         host: Host,
         below: Tier,
         device: Device,
-        check: Callable[[PageId, Buffer], None] = lambda page, memory: None,
+        pieces: Pieces = lambda page, memory: [(memory, 0)],
         copiers: int = COPIERS,
     ) -> None:
-        self._host, self._below, self._device, self._check = host, below, device, check
+        self._host, self._below, self._device, self._pieces = host, below, device, pieces
         self._change = threading.Condition()
         self._waiting: list[tuple[int, int, _Copy]] = []  # heap by priority, then age
         self._number = 0
@@ -156,17 +157,11 @@ class DeviceTier:
     def _bring(self, copy: _Copy) -> None:
         with self._host.lease([copy.page]) as arrivals:
             for batch in arrivals:
-                (_, memory), landed = batch[0], threading.Event()
-                self._check(copy.page, memory)
-                failed: list[BaseException | None] = []
-
-                def land(error: BaseException | None) -> None:
-                    failed.append(error)  # noqa: B023
-                    landed.set()  # noqa: B023
-
+                pieces = self._pieces(copy.page, batch[0][1])
+                landed = Ticket(len(pieces))
                 after = self._last_use.pop(copy.into.data_ptr(), None)
-                self._device.copy(memory[: copy.into.nbytes], copy.into, after, land)
+                for source, at in pieces:
+                    to = copy.into[at : at + source.nbytes]
+                    self._device.copy(source, to, after, landed.finish)
                 landed.wait()
-                if failed[0] is not None:
-                    raise failed[0]
         copy.finish(None, self.size(copy.page))
