@@ -108,6 +108,8 @@ class FakeDevice:
             assert all(after is not None and after.number >= self._uses[a] for a in uses), (
                 "device memory would be overwritten while kernels still read it"
             )
+            for address in uses:  # what comes after this copy comes after those uses
+                del self._uses[address]
             to.fill_(POISON)
             one = _Copy(source, to, after, landed, self._copies)
             one.not_before = time.perf_counter() + self._random.random() * self._delay
