@@ -5,12 +5,13 @@ Layers that it does not compute, and everything it holds no copy of, stay with t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
 
 from .checkpoint import Checkpoint
+from .config import show_size
 from .device_trunk import DeviceTrunk
 from .devices import (
     RESERVE,
@@ -36,7 +37,7 @@ from .tiers.tier_disk import DiskTier
 from .weights import Weights
 
 PIN_REFUSED = (
-    "The system refuses to lock memory for the GPU ({size} asked for): copies are slower. Raise "
+    "The system refuses to lock {size} of memory for copies to the GPU, so they are slower. Raise "
     "the limit (ulimit -l unlimited, or memlock in /etc/security/limits.conf)."
 )
 
@@ -79,9 +80,18 @@ class Accelerator:
         """Layers that RAM need not hold, since the device does."""
         return frozenset(i for i in self.plan.resident_layers if i < self.placed.layers)
 
-    def load(self, weights: Weights, host: ExpertStore | None, disk: DiskTier) -> None:
-        """Bring the device's share there; ``weights`` has loaded its own."""
+    def load(
+        self,
+        weights: Weights,
+        host: ExpertStore | None,
+        slots: Sequence[Buffer],
+        disk: DiskTier,
+    ) -> None:
+        """Bring the device's share there; ``weights`` has loaded its own.  ``slots``: the memory of
+        the expert slots of ``host``, in few pieces."""
         layers = range(self.placed.layers)
+        streams = len(self.elsewhere) < self.placed.layers
+        self._lock([*(weights.memory() if streams else []), *slots])
         self.trunk = DeviceTrunk(weights, self.device, self.plan, layers, self.placed.head)
         self._ends.callback(self.trunk.close)
         if host is None or not self.placed.experts:
@@ -93,10 +103,12 @@ class Accelerator:
         policy = implementations("scheduler", "policy")[self._options.policy].Policy(count)
         self.store = ExpertStore(tier, list(memory), policy)
 
-    def lock(self, memory: Buffer) -> None:
-        """Lock host memory that copies come from."""
-        if not self.device.pin(memory):
-            self._warn(PIN_REFUSED.format(size=f"{memory.nbytes:,} bytes"))
+    def _lock(self, memory: Sequence[Buffer]) -> None:
+        """Lock host memory that copies come from, as far as the system allows; one warning."""
+        for some in memory:
+            if not self.device.pin(some):
+                self._warn(PIN_REFUSED.format(size=show_size(sum(m.nbytes for m in memory))))
+                return
 
     def sides(self, kernels: Kernels) -> Sides:
         """Who computes what; ``kernels`` are those of the CPU."""

@@ -22,10 +22,11 @@ from .kernels.workers import Workers
 from .ring import Ring
 from .scheduler.counts import Counts
 from .scheduler.plan import Plan
-from .tiers.base import Buffer, Cancelled, PageId, Priority
-from .tiers.device import Device
+from .tiers.base import Buffer, Cancelled, PageId, Priority, Ticket
+from .tiers.device import Device, Mark
 from .weights import Expert, Weights
 
+PIECE = 16 << 20  #: bytes of the trunk that are copied at a time: what an expert waits for at most
 HostLayer = Callable[[int], AbstractContextManager[LayerWeights]]
 
 
@@ -53,20 +54,16 @@ class DeviceFetch(Fetch):
                 copy(self._device, own, self.weights, self._after)
 
 
-def copy(device: Device, own: LayerWeights, to: LayerWeights, after: object = None) -> None:
+def copy(device: Device, own: LayerWeights, to: LayerWeights, after: Mark | None = None) -> None:
     """Copy weights in RAM to those of a device; returns when they are there."""
-    landed, failed = threading.Event(), list[BaseException | None]()
-
-    def land(error: BaseException | None) -> None:
-        failed.append(error)
-        landed.set()
-
-    source, size = own.arena, own.size
+    source, memory, size = own.arena, as_bytes(to.arena), own.size
     assert not isinstance(source, torch.Tensor) and size == to.size
-    device.copy(source[:size], as_bytes(to.arena)[:size], after, land)  # type: ignore[arg-type]
+    cuts = range(0, size, PIECE)
+    landed = Ticket(len(cuts))
+    for begin in cuts:
+        end = min(begin + PIECE, size)
+        device.copy(source[begin:end], memory[begin:end], after, landed.finish, urgent=False)
     landed.wait()
-    if failed[0] is not None:
-        raise failed[0]
 
 
 class DeviceTrunk:

@@ -34,7 +34,7 @@ from .scheduler.sweep import cut
 from .session import Session
 from .spec import ModelSpec
 from .state import Ledger, SequenceState
-from .tiers.base import PageId
+from .tiers.base import Buffer, PageId
 from .tiers.device import Device
 from .tiers.tier_disk import DiskTier
 from .tiers.tier_ram import Slab
@@ -134,14 +134,14 @@ class Engine:
         )
         self.weights.load(self._watch.loading)
         self.store: ExpertStore | None = None
+        slots: list[Buffer] = []
         if self.plan.slots:
             slab = Slab(self.plan.slots * self.plan.slot_bytes)
             policy = implementations("scheduler", "policy")[options.policy].Policy(self.plan.slots)
             self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), policy)
-            if there is not None:
-                there.lock(slab.bytes)
+            slots.append(slab.bytes)
         if there is not None:
-            there.load(self.weights, self.store, self.disk)
+            there.load(self.weights, self.store, slots, self.disk)
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
         self._counts = {
             "experts": self.store.counts if self.store else Counts(),

@@ -46,10 +46,10 @@ class Ring:
         workers: Workers | None = None,
     ) -> None:
         self._next = dict(zip(order, [*order[1:], *order[:1]], strict=True))
-        self._buffers, self._lay, self._fetch = list(buffers), lay, start
+        self.buffers, self._lay, self._fetch = list(buffers), lay, start
         self.counts, self._workers = counts, workers
-        self._fetches: list[Fetch | None] = [None] * len(self._buffers)
-        self._keys = [-1] * len(self._buffers)
+        self._fetches: list[Fetch | None] = [None] * len(self.buffers)
+        self._keys = [-1] * len(self.buffers)
         self._laid: dict[tuple[int, int], LayerWeights] = {}
         self._in_use = -1
         self._pool = ThreadPoolExecutor(1, "k3-trunk", _one_thread)
@@ -122,7 +122,7 @@ class Ring:
 
     def _room(self, key: int) -> int | None:
         """A buffer for part ``key``: not the one in use, nor what follows if that can be helped."""
-        places = [place for place in range(len(self._buffers)) if place != self._in_use]
+        places = [place for place in range(len(self.buffers)) if place != self._in_use]
         held = {p: self._keys[p] for p in places if self._fetches[p] is not None}
         places.sort(key=lambda p: (p in held, held.get(p) == self._next[key]))
         return places[0] if places else None
@@ -133,7 +133,7 @@ class Ring:
             old.drop()
         weights = self._laid.get((key, place))
         if weights is None:
-            weights = self._laid[key, place] = self._lay(key, self._buffers[place])
+            weights = self._laid[key, place] = self._lay(key, self.buffers[place])
         fetch = self._fetch(weights, priority)
         self._keys[place], self._fetches[place] = key, None
         self._fetches[place] = fetch

@@ -93,6 +93,12 @@ class Weights:
             self._head_held = self._read(-1, self._head)
         progress(total, total)
 
+    def memory(self) -> list[Buffer]:
+        """Where layers lie, or pass through, in RAM: what copies to a device come from."""
+        held = [weights.arena for weights in self._resident.values()]
+        ring = self._ring.buffers if self._ring is not None else []
+        return [some for some in (*held, *ring) if not isinstance(some, torch.Tensor)]
+
     @property
     def trunk_bytes(self) -> int:
         """Bytes of all layers and the head as they lie in memory, resident or streamed."""

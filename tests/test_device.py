@@ -14,6 +14,7 @@ from k3offload.config import parse_size
 from k3offload.errors import DoesNotFit, UsageError
 from k3offload.kernels.mxfp4 import Mxfp4Weight
 from k3offload.load import load
+from k3offload.options import Watch
 from k3offload.tiers.base import PageId
 from k3offload.tiers.device import DeviceError
 from k3offload.tiers.device_fake import FakeDevice
@@ -89,6 +90,15 @@ def test_a_smaller_trunk(trunk: str) -> None:
     want = logits(device="cpu", trunk=trunk)
     got = logits(device=FakeDevice(400 << 20, seed=6), vram="5M", trunk=trunk)
     assert np.array_equal(got, want)
+
+
+def test_r33_memory_that_cannot_be_locked(alone: Logits) -> None:
+    """One warning that names the limit; nothing else changes."""
+    told: list[str] = []
+    device = FakeDevice(400 << 20, seed=8, pinnable=1 << 20)
+    got = logits(device=device, vram="5M", watch=Watch(warn=told.append))
+    assert np.array_equal(got, alone)
+    assert len(told) == 1 and "refuses to lock" in told[0] and "ulimit -l" in told[0]
 
 
 def test_too_little_device_memory_is_refused_before_anything_is_read() -> None:

@@ -298,10 +298,10 @@ def test_close_while_a_layer_is_on_its_way(
     assert not closing.is_alive()
     assert len(reads.begun) == begun, "reads that had not begun were dropped"
     assert weights._ring is not None
-    for buffer in weights._ring._buffers:
+    for buffer in weights._ring.buffers:
         buffer[:] = 0xA5
     disk.close()
-    assert all((buffer == 0xA5).all() for buffer in weights._ring._buffers)
+    assert all((buffer == 0xA5).all() for buffer in weights._ring.buffers)
     assert not [t for t in threading.enumerate() if t.name.startswith("k3-trunk")]
 
 

@@ -51,9 +51,17 @@ class Device(Protocol):
         where the system refuses; copies then work all the same."""
         ...
 
-    def copy(self, source: Buffer, to: torch.Tensor, after: Mark | None, landed: Landed) -> None:
+    def copy(
+        self,
+        source: Buffer,
+        to: torch.Tensor,
+        after: Mark | None,
+        landed: Landed,
+        urgent: bool = True,
+    ) -> None:
         """Copy host bytes into device memory of the same size, not before ``after``.  ``source``
-        must stay as it is until ``landed(error)`` is called."""
+        must stay as it is until ``landed(error)`` is called.  Copies that are not ``urgent`` give
+        way to those that are, one whole copy at a time."""
         ...
 
     def mark(self) -> Mark:

@@ -32,14 +32,10 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         self.where = torch.device("cuda", index)
         self.name = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
-        self._copies = torch.cuda.Stream(self.where)
-        self._under_way: queue.SimpleQueue[tuple[torch.cuda.Event, Landed] | None]
-        self._under_way = queue.SimpleQueue()
+        # Without a second stream an expert that is waited for would stand behind a layer's trunk.
+        self._streams = (_Stream(self, "k3-later", 0), _Stream(self, "k3-urgent", -1))
         self._pinned: list[Buffer] = []
-        self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._watch, name="k3-copies", daemon=True)
-        self._thread.start()
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.where)[0])
@@ -67,19 +63,16 @@ class CudaDevice:
             self._pinned.append(piece)
         return True
 
-    def copy(self, source: Buffer, to: torch.Tensor, after: Mark | None, landed: Landed) -> None:
+    def copy(
+        self,
+        source: Buffer,
+        to: torch.Tensor,
+        after: Mark | None,
+        landed: Landed,
+        urgent: bool = True,
+    ) -> None:
         assert source.nbytes == to.nbytes, (source.nbytes, to.nbytes)
-        event = torch.cuda.Event()
-        try:
-            with self._lock, torch.cuda.stream(self._copies):
-                if after is not None:
-                    assert isinstance(after, CudaMark)
-                    self._copies.wait_event(after.event)
-                to.copy_(torch.from_numpy(source), non_blocking=True)
-                event.record(self._copies)
-                self._under_way.put((event, landed))
-        except RuntimeError as error:
-            landed(_failed(self.name, error))
+        self._streams[urgent].copy(source, to, after, landed)
 
     def mark(self) -> CudaMark:
         mark = CudaMark()
@@ -93,20 +86,49 @@ class CudaDevice:
         if self._closed:
             return
         self._closed = True
-        self._under_way.put(None)
-        self._thread.join()
+        for stream in self._streams:
+            stream.close()
         for piece in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(piece.ctypes.data)
         self._pinned.clear()
 
+
+class _Stream:
+    """A copy stream, and a thread that says when its copies have landed, in their order."""
+
+    def __init__(self, device: CudaDevice, name: str, priority: int) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device.where, priority=priority)
+        self._under_way: queue.SimpleQueue[tuple[torch.cuda.Event, Landed] | None]
+        self._under_way = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+        self._thread.start()
+
+    def copy(self, source: Buffer, to: torch.Tensor, after: Mark | None, landed: Landed) -> None:
+        event = torch.cuda.Event()
+        try:
+            with self._lock, torch.cuda.stream(self._stream):
+                if after is not None:
+                    assert isinstance(after, CudaMark)
+                    self._stream.wait_event(after.event)
+                to.copy_(torch.from_numpy(source), non_blocking=True)
+                event.record(self._stream)
+                self._under_way.put((event, landed))
+        except RuntimeError as error:
+            landed(_failed(self._device.name, error))
+
+    def close(self) -> None:
+        self._under_way.put(None)
+        self._thread.join()
+
     def _watch(self) -> None:
-        """Copies end in the order of their stream."""
         while (one := self._under_way.get()) is not None:
             event, landed = one
             try:
                 event.synchronize()
             except RuntimeError as error:
-                landed(_failed(self.name, error))
+                landed(_failed(self._device.name, error))
             else:
                 landed(None)
 

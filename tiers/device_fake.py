@@ -98,7 +98,14 @@ class FakeDevice:
         self._pinnable -= memory.nbytes
         return self._pinnable >= 0
 
-    def copy(self, source: Buffer, to: torch.Tensor, after: Mark | None, landed: Landed) -> None:
+    def copy(
+        self,
+        source: Buffer,
+        to: torch.Tensor,
+        after: Mark | None,
+        landed: Landed,
+        urgent: bool = True,
+    ) -> None:
         assert source.nbytes == to.nbytes, (source.nbytes, to.nbytes)
         assert after is None or isinstance(after, FakeMark)
         with self._change:
