@@ -40,7 +40,7 @@ from benchmarks.run import machine, note  # noqa: E402
 from k3offload.kernels.choose import OPS, TRITON, Kernels  # noqa: E402
 from k3offload.kernels.triton_run import Sizes  # noqa: E402
 from k3offload.kernels.workers import Workers  # noqa: E402
-from k3offload.load import load  # noqa: E402
+from k3offload.loading import load  # noqa: E402
 from k3offload.make_tiny import make_tiny  # noqa: E402
 from k3offload.open_device import open_device  # noqa: E402
 from k3offload.tiers.device import Device  # noqa: E402

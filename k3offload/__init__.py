@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .load import load
+    from .loading import load
     from .sampling import Sampling
     from .session import Session
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "Sampling", "Session", "__version__", "load"]
 
-_HOME = {"Engine": ".engine", "load": ".load", "Sampling": ".sampling", "Session": ".session"}
+_HOME = {"Engine": ".engine", "load": ".loading", "Sampling": ".sampling", "Session": ".session"}
 
 
 def __getattr__(name: str) -> Any:

@@ -171,7 +171,7 @@ def _open(
     meter: Meter,
 ) -> Engine:
     """The engine, once every option is known to make sense."""
-    from .load import open_engine
+    from .loading import open_engine
     from .options import Options, Watch
     from .plan_text import lowered, plan_lines
 

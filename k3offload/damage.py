@@ -22,7 +22,7 @@ import torch
 from .config import show_size
 from .engine import Engine
 from .errors import DoesNotFit, UsageError
-from .load import open_engine
+from .loading import open_engine
 from .model import Emit, Run
 from .precision import PRECISIONS
 from .spec import ModelSpec

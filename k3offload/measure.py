@@ -29,7 +29,7 @@ from .kernels.mxfp4 import Mxfp4Weight
 from .kernels.workers import Workers, single_threaded
 from .layer_mla import prefill
 from .layer_moe import activation
-from .load import load
+from .loading import load
 from .rates import ASSUMED_DISK, EXPERTS, FORMATS, Rates
 from .scheduler.sweep import Span, pack
 from .spec import ModelSpec

@@ -25,7 +25,7 @@ import gc, json, os, sys, time
 from pathlib import Path
 import psutil
 from k3offload import errors
-from k3offload.load import load
+from k3offload.loading import load
 from k3offload.generate import Done
 from k3offload.machine import peak_rss
 from k3offload.sampling import Sampling

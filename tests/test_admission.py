@@ -15,7 +15,7 @@ import torch
 from k3offload.engine import Engine
 from k3offload.errors import DoesNotFit, SessionError, UsageError
 from k3offload.generate import Done, Prefill, Request, Token, generate
-from k3offload.load import load
+from k3offload.loading import load
 from k3offload.model import Run
 from k3offload.run_logits import spans
 from k3offload.sampling import Sampling

@@ -19,7 +19,7 @@ import torch
 
 import k3offload.layout
 from k3offload.engine import Engine
-from k3offload.load import load
+from k3offload.loading import load
 from k3offload.model import Run
 from k3offload.options import Watch
 from k3offload.tiers.base import Buffer, PageId, Ticket

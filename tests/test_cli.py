@@ -24,7 +24,7 @@ import pytest
 
 from k3offload import progress
 from k3offload.config import show_size
-from k3offload.load import load
+from k3offload.loading import load
 from k3offload.make_tiny import make_tiny
 from k3offload.textstream import TextStream
 from tests.helpers_engine import (

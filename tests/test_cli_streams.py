@@ -12,7 +12,7 @@ import pytest
 
 from k3offload import __version__
 from k3offload.generate import Done, Token
-from k3offload.load import load
+from k3offload.loading import load
 from tests.helpers_checkpoint import ROOT
 from tests.helpers_engine import call
 from tests.helpers_terminal import Terminal

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import k3offload.damage
 from k3offload.damage import LOSSY, Damage, damage, held_out_text
 from k3offload.errors import DoesNotFit, UsageError
-from k3offload.load import load
+from k3offload.loading import load
 from tests.helpers_engine import call, logits_of
 
 TOKENS = 140

@@ -13,7 +13,7 @@ from k3offload.checkpoint import Checkpoint
 from k3offload.config import parse_size
 from k3offload.errors import DoesNotFit, UsageError
 from k3offload.kernels.mxfp4 import Mxfp4Weight
-from k3offload.load import load
+from k3offload.loading import load
 from k3offload.options import Watch
 from k3offload.tiers.base import PageId
 from k3offload.tiers.device import DeviceError

@@ -9,7 +9,7 @@ import pytest
 from k3offload.config import parse_size
 from k3offload.kernels.choose import OPS, TRITON
 from k3offload.kernels.triton_run import interpreted
-from k3offload.load import load
+from k3offload.loading import load
 from k3offload.tiers.device_fake import FakeDevice
 from tests.helpers_engine import BRIEF, Logits, checkpoint, expected
 from tests.judge import judge

@@ -13,7 +13,7 @@ import pytest
 from k3offload.engine import Engine
 from k3offload.errors import ReadError, UsageError
 from k3offload.generate import Done, Event, Prefill, Request, Token, generate
-from k3offload.load import load
+from k3offload.loading import load
 from k3offload.sampling import Sampling
 from k3offload.session import Session
 from tests.helpers_checkpoint import shards, tiny

@@ -16,7 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from k3offload.load import load
+from k3offload.loading import load
 from k3offload.tiny_write import write_byte_ranks
 from tests.helpers_engine import Logits, greedy, logits_of, some_tokens
 from tests.judge import judge

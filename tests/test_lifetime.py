@@ -19,10 +19,11 @@ import numpy as np
 import psutil
 import pytest
 
+import k3offload
 from k3offload.engine import Engine
 from k3offload.errors import CheckpointError, SessionError, UsageError
 from k3offload.generate import Done, Request, generate
-from k3offload.load import load
+from k3offload.loading import load
 from k3offload.machine import default_threads
 from k3offload.model import Model
 from k3offload.options import Options
@@ -263,3 +264,10 @@ def test_interrupted_while_the_position_moves(
         assert same_bits(second.logits(), alone.logits())
     first.close()
     second.close()
+
+
+def test_load_stays_a_function_whatever_is_imported() -> None:
+    """A module of the same name in the package would take its place once imported."""
+    first = k3offload.load
+    with first("nano", context=64, device="cpu"):
+        assert k3offload.load is first and callable(k3offload.load)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import k3offload.engine
-from k3offload.load import load
+from k3offload.loading import load
 from k3offload.machine import Machine
 from tests.helpers_checkpoint import run_python, split, tiny
 from tests.helpers_engine import BRIEF, checkpoint
@@ -144,7 +144,7 @@ def test_nothing_grows_r65_r70() -> None:
 
 MANY = """
 import json, resource, sys
-from k3offload.load import load
+from k3offload.loading import load
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 with load(sys.argv[1], cache=200_000) as engine, engine.session() as session:
     session.append(range(90))

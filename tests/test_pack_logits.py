@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from k3offload.load import load
+from k3offload.loading import load
 from k3offload.pack import pack
 from tests.helpers_engine import (
     BRIEF,

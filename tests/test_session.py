@@ -20,7 +20,7 @@ import pytest
 import k3offload.state
 from k3offload.engine import Engine
 from k3offload.errors import DoesNotFit, SessionError, UsageError
-from k3offload.load import load
+from k3offload.loading import load
 from k3offload.session import Session
 from tests.helpers_checkpoint import config, tiny
 from tests.helpers_engine import (
