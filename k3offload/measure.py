@@ -30,6 +30,7 @@ from .kernels.workers import Workers, single_threaded
 from .layer_mla import prefill
 from .layer_moe import activation
 from .loading import load
+from .machine import steady_allocator
 from .rates import ASSUMED_DISK, EXPERTS, FORMATS, Rates
 from .scheduler.sweep import Span, pack
 from .spec import ModelSpec
@@ -124,6 +125,7 @@ def measure(
 ) -> Measured:
     """Everything, for ``spec`` and activations in ``dtype``; takes some seconds.  ``disk``: bytes a
     second as measured elsewhere; assumed if None."""
+    steady_allocator()  # as in a run, where memory of temporaries is new each time
     scan = memory(threads)
     workers = Workers(threads)
     kernels = Kernels(workers)
