@@ -5,11 +5,13 @@ Layers that it does not compute, and everything it holds no copy of, stay with t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
 
+from .adaptive import Adaptive
 from .checkpoint import Checkpoint
 from .config import show_size
 from .device_trunk import DeviceTrunk
@@ -20,9 +22,11 @@ from .devices import (
     device_plan,
     placement,
 )
+from .errors import UsageError
 from .kernels.choose import TRITON, Kernels
-from .kernels.workers import Workers
-from .layer_moe import Side
+from .kernels.experts_reference import Job
+from .kernels.workers import single_threaded
+from .layer_moe import Side, activation
 from .model import Sides
 from .open_device import vram_limit
 from .options import Options
@@ -30,7 +34,7 @@ from .registry import implementations
 from .scheduler.plan import Demand, Plan
 from .scheduler.store import ExpertStore
 from .state import Home, HomeOf, Ledger
-from .tiers.base import Buffer
+from .tiers.base import Buffer, PageId, Ticket
 from .tiers.device import Device
 from .tiers.tier_device import DeviceTier
 from .tiers.tier_disk import DiskTier
@@ -43,25 +47,32 @@ PIN_REFUSED = (
 
 
 class Accelerator:
-    """``device`` under a plan of its own.  ``warn`` is told what is slower than it could be."""
+    """``device`` under a plan of its own, beside the kernels ``cpu``.  ``warn`` is told what is
+    slower than it could be."""
 
     def __init__(
-        self, device: Device, checkpoint: Checkpoint, options: Options, workers: Workers,
+        self, device: Device, checkpoint: Checkpoint, options: Options, cpu: Kernels,
         warn: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.device, self.placed = device, placement(options, checkpoint.spec)
-        self._checkpoint, self._options, self._warn = checkpoint, options, warn
+        self._checkpoint, self._options, self._warn, self._cpu = checkpoint, options, warn, cpu
         on_gpu = device.where.type == "cuda"
         wanted = {
             op: backend
             for op, backend in options.kernels.items()
             if not on_gpu or backend == TRITON
         }
-        self.kernels = Kernels(workers, wanted, None if on_gpu else options.isa, device.where)
+        self.kernels = Kernels(cpu.workers, wanted, None if on_gpu else options.isa, device.where)
         self._reserve = RESERVE if on_gpu else 0
         self.plan: Plan
         self.trunk: DeviceTrunk
         self.store: ExpertStore | None = None
+        self.adaptive: Adaptive | None = None
+        if options.adaptive and not self.placed.experts:
+            raise UsageError(
+                "--adaptive-backend chooses for experts that the GPU computes.",
+                "Leave --experts-on at gpu.",
+            )
         self._ends = ExitStack()
         self._ledger: Ledger
 
@@ -102,6 +113,29 @@ class Accelerator:
         memory = self.device.allocate(size * count).view(count, size)
         policy = implementations("scheduler", "policy")[self._options.policy].Policy(count)
         self.store = ExpertStore(tier, list(memory), policy)
+        if self._options.adaptive:
+            times = self._copy_seconds(slots[0], memory[0]), self._cpu_seconds(weights, slots[0])
+            self.adaptive = Adaptive(self.store, host, self._cpu, *times)
+
+    def _copy_seconds(self, source: Buffer, slot: torch.Tensor) -> float:
+        """Seconds that an expert takes over the bus."""
+        begin, landed = time.perf_counter(), Ticket(1)
+        self.device.copy(source[: slot.nbytes], slot, None, landed.finish)
+        landed.wait()
+        return time.perf_counter() - begin
+
+    def _cpu_seconds(self, weights: Weights, source: Buffer) -> float:
+        """Seconds that an expert takes on the CPU: a slot that holds zeros yet."""
+        spec = self._checkpoint.spec
+        assert spec.moe is not None
+        job = Job(*weights.expert(PageId(spec.moe_layers[0], 0), source), [0])
+        x = torch.zeros(1, spec.moe.io, dtype=getattr(torch, self._options.dtype))
+        with single_threaded(), self._cpu.in_force():
+            self._cpu.experts(x, [job], activation(spec), True)
+            begin = time.perf_counter()
+            self._cpu.experts(x, [job], activation(spec), True)
+        weights.forget(source)
+        return time.perf_counter() - begin
 
     def _lock(self, memory: Sequence[Buffer]) -> None:
         """Lock host memory that copies come from, as far as the system allows; one warning."""
@@ -110,9 +144,9 @@ class Accelerator:
                 self._warn(PIN_REFUSED.format(size=show_size(sum(m.nbytes for m in memory))))
                 return
 
-    def sides(self, kernels: Kernels) -> Sides:
-        """Who computes what; ``kernels`` are those of the CPU."""
-        here, there = Side(kernels, torch.device("cpu")), Side(self.kernels, self.device.where)
+    def sides(self) -> Sides:
+        """Who computes what."""
+        here, there = Side(self._cpu, torch.device("cpu")), Side(self.kernels, self.device.where)
         count = len(self._checkpoint.spec.layers)
         layers = tuple(there if i < self.placed.layers else here for i in range(count))
         return Sides(

@@ -51,6 +51,13 @@ TrunkOn = Annotated[
     str | None,
     typer.Option(envvar="K3_TRUNK_ON", help="gpu, cpu, or split:N: the first N layers on the GPU."),
 ]
+AdaptiveBackend = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive-backend",
+        help="CPU or GPU for each expert, whichever ends sooner; bits then vary from run to run.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -71,6 +78,7 @@ class How(NamedTuple):
     vram: str | None
     experts_on: str | None
     trunk_on: str | None
+    adaptive: bool
 
 
 def kernels_of(given: list[str] | None) -> dict[str, str]:

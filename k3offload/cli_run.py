@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .cli_options import (
+    AdaptiveBackend,
     AsJson,
     Cache,
     Device,
@@ -74,6 +75,7 @@ def generate(
     vram: Vram = None,
     experts_on: ExpertsOn = None,
     trunk_on: TrunkOn = None,
+    adaptive_backend: AdaptiveBackend = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue PROMPT."""
@@ -99,7 +101,7 @@ def generate(
         meter = Meter(progress.show)
         how = How(
             ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on,
+            experts_on, trunk_on, adaptive_backend,
         )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             job = Job(ids, max_new_tokens, sampling, as_json)
@@ -126,6 +128,7 @@ def logits(
     vram: Vram = None,
     experts_on: ExpertsOn = None,
     trunk_on: TrunkOn = None,
+    adaptive_backend: AdaptiveBackend = False,
     decode_from: Annotated[
         int | None, typer.Option(help="Feed from this token one by one.")
     ] = None,
@@ -150,7 +153,7 @@ def logits(
         meter = Meter(progress.show)
         how = How(
             ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on,
+            experts_on, trunk_on, adaptive_backend,
         )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             seen = Routing(engine.spec, len(ids)) if routing_place else None
@@ -179,7 +182,8 @@ def _open(
     cache = None if how.cache is None else parse_size(how.cache)
     rest: dict[str, Any] = {"ram": ram, "cache": cache, "dtype": how.dtype, "trunk": how.trunk}
     rest.update(kernels=kernels_of(how.kernel), isa=how.isa, experts_on=how.experts_on)
-    rest.update(trunk_on=how.trunk_on, vram=None if how.vram is None else parse_size(how.vram))
+    rest.update(trunk_on=how.trunk_on, adaptive=how.adaptive)
+    rest.update(vram=None if how.vram is None else parse_size(how.vram))
     rest.update({k: v for k in ("policy", "predict") if (v := getattr(how, k)) is not None})
     if how.threads is not None:
         rest["threads"] = how.threads

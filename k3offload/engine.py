@@ -83,7 +83,7 @@ class Engine:
         self.kernels = Kernels(self._workers, _for_cpu(options.kernels), options.isa)
         self.accelerator: Accelerator | None = None
         if opened is not None:
-            self.accelerator = Accelerator(opened, checkpoint, options, self._workers, watch.warn)
+            self.accelerator = Accelerator(opened, checkpoint, options, self.kernels, watch.warn)
         self.disk = DiskTier(
             checkpoint.files, lambda page: checkpoint.expert(*page).extents, watch.warn
         )
@@ -162,8 +162,10 @@ class Engine:
         if there.store is not None:
             store = there.store
             self._counts["experts on the device"] = store.counts
-        sides = there.sides(self.kernels)
-        self._model = Model(there.trunk, store, sides, self._dtype, self._schedule(store))
+        schedule = self._schedule(store)
+        self._model = Model(
+            there.trunk, there.adaptive or store, there.sides(), self._dtype, schedule
+        )
 
     def _schedule(self, store: ExpertStore | None) -> Schedule | None:
         """Look-ahead, where experts are missing at all."""

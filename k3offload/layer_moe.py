@@ -8,6 +8,7 @@ up-projection, plus the shared result.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from .adaptive import Adaptive
 from .arena import LayerWeights
 from .config import CALL_ROWS
 from .kernels.choose import Kernels
@@ -58,7 +60,7 @@ def moe(
     groups: Sequence[Group],
     w: LayerWeights,
     spec: ModelSpec,
-    store: ExpertStore,
+    store: ExpertStore | Adaptive,
     expert_weights: ExpertWeights,
     kernels: Kernels,
     side: Side,
@@ -85,7 +87,13 @@ def moe(
         decoding = sum(group.end - group.begin for group in groups if group.decode)
         for batch in arrivals:
             weights = [expert_weights(page, buffer) for page, buffer in batch]
-            results.run(weights, [places[page] for page, _ in batch], decoding, side.kernels)
+            chosen = [places[page] for page, _ in batch]
+            if isinstance(store, Adaptive) and not isinstance(batch[0][1], torch.Tensor):
+                begin = time.perf_counter()
+                results.run(weights, chosen, decoding, store.kernels, apart=True)
+                store.computed(time.perf_counter() - begin, len(batch))
+            else:
+                results.run(weights, chosen, decoding, side.kernels)
     at, shares = results.at.to(side.where), shares.to(side.where)
     for group, shared in zip(groups, xs, strict=True):
         own = side.kernels.combine(results.y, at[group.rows], shares[group.rows])
@@ -146,6 +154,7 @@ class _Results:
         self._at = array("q", bytes(8 * count))
         self._latent, self._k, self._act = latent, top_k, activation(spec)
         self._done = 0
+        self._moved: torch.Tensor | None = None
 
     def run(
         self,
@@ -153,8 +162,10 @@ class _Results:
         places: Sequence[list[int]],
         decoding: int,
         kernels: Kernels,
+        apart: bool = False,
     ) -> None:
-        """Experts that have arrived; the first ``decoding`` rows decode."""
+        """Experts that have arrived; the first ``decoding`` rows decode.  ``apart``: on the CPU,
+        while the others are not."""
         border = decoding * self._k
         for decode in (True, False):
             if border in (0, len(self.y)):  # rows of one kind: nothing to part
@@ -167,8 +178,17 @@ class _Results:
                 end = self._done + len(where)
                 for i, place in enumerate(where, self._done):
                     self._at[place] = i
-                kernels.experts(self._latent, jobs, self._act, decode, self.y[self._done : end])
+                y = self.y[self._done : end]
+                if apart:
+                    y.copy_(kernels.experts(self._on_cpu(), jobs, self._act, decode))
+                else:
+                    kernels.experts(self._latent, jobs, self._act, decode, y)
                 self._done = end
+
+    def _on_cpu(self) -> torch.Tensor:
+        if self._moved is None:
+            self._moved = self._latent.cpu()
+        return self._moved
 
     @property
     def at(self) -> torch.Tensor:

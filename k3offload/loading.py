@@ -35,6 +35,7 @@ def load(
     vram: str | int | None = None,
     experts_on: str | None = None,
     trunk_on: str | None = None,
+    adaptive: bool = False,
     watch: Watch | None = None,
 ) -> Engine:
     """Open the model in folder ``path`` (or ``"nano"``, the one that comes with the package).
@@ -47,9 +48,10 @@ def load(
     ``{"linear": "reference"}``; ``isa``: instruction set of the native kernels; ``policy``,
     ``predict``: which expert leaves a full cache, and which are read ahead; ``device``: ``auto``,
     ``cuda``, ``cuda:N`` or ``cpu``; ``vram``: bytes of it to use; ``experts_on``, ``trunk_on``:
-    ``gpu``, ``cpu``, and for the trunk ``split:N``, the first N layers.  None but ``dtype``,
-    ``trunk``, ``kernels``, ``isa`` and what is computed where changes a bit of the results, as long
-    as ``sweep`` is a multiple of 64.
+    ``gpu``, ``cpu``, and for the trunk ``split:N``, the first N layers; ``adaptive``: let the
+    CPU compute experts that would have to be copied, where that is quicker.  None but ``dtype``,
+    ``trunk``, ``kernels``, ``isa``, ``adaptive`` and what is computed where changes a bit of the
+    results, as long as ``sweep`` is a multiple of 64.
 
     Raises ``ConfigError``, ``CheckpointError``, ``TokenizerError``, or ``DoesNotFit`` with the
     missing bytes, before any weight is read.
@@ -71,6 +73,7 @@ def load(
         vram=vram,
         experts_on=experts_on,
         trunk_on=trunk_on,
+        adaptive=adaptive,
         watch=watch,
     )
 
@@ -92,6 +95,7 @@ def open_engine(
     vram: str | int | None = None,
     experts_on: str | None = None,
     trunk_on: str | None = None,
+    adaptive: bool = False,
     watch: Watch | None = None,
 ) -> Engine:
     """``load`` for callers who know ``context``, ``sessions``, ``sweep`` or ``extra`` (bytes they
@@ -113,6 +117,7 @@ def open_engine(
         vram=None if vram is None else parse_size(vram),
         experts_on=experts_on,
         trunk_on=trunk_on,
+        adaptive=adaptive,
         **sizes(tokenizer, checkpoint.spec),
     )
     return Engine(checkpoint, tokenizer, options, watch or Watch(), device)

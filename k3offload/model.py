@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .adaptive import Adaptive
 from .arena import LayerWeights
 from .config import ROW_TILE
 from .device_trunk import DeviceTrunk
@@ -95,7 +96,7 @@ class Model:
     def __init__(
         self,
         weights: Weights | DeviceTrunk,
-        store: ExpertStore | None,
+        store: ExpertStore | Adaptive | None,
         sides: Sides,
         dtype: torch.dtype,
         schedule: Schedule | None = None,

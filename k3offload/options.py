@@ -36,6 +36,7 @@ class Options:
     vram: int | None = None  # bytes of the device; None: most of what is free there
     experts_on: str | None = None  # gpu or cpu; None: gpu where there is one
     trunk_on: str | None = None  # gpu, cpu or split:N; None: gpu where there is one
+    adaptive: bool = False  # CPU or device for each expert, whichever ends sooner
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

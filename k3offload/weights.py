@@ -217,6 +217,10 @@ class Weights:
         self._experts[address] = (page, expert)
         return expert
 
+    def forget(self, buffer: Buffer) -> None:
+        """Whatever lay in the slot ``buffer`` is no expert."""
+        self._experts.pop(buffer.__array_interface__["data"][0], None)
+
     def device_pieces(self, page: PageId, buffer: Buffer) -> list[tuple[Buffer, int]]:
         """The pieces of a page in RAM and where each goes in a slot of a device: close together, at
         boundaries that its kernels like, whatever its place in a file was.  ``CheckpointError`` for

@@ -92,6 +92,33 @@ def test_a_smaller_trunk(trunk: str) -> None:
     assert np.array_equal(got, want)
 
 
+def test_an_adaptive_backend_computes_experts_on_both(alone: Logits) -> None:
+    """Few slots on the device and all of RAM: the CPU takes a part of what would be copied."""
+    device = FakeDevice(400 << 20, seed=9)
+    with load(
+        "nano", context=512, sweep=64, threads=2, device=device, vram="5M", adaptive=True
+    ) as engine:
+        assert engine.accelerator is not None
+        choice = engine.accelerator.adaptive
+        assert choice is not None
+        with engine.session() as session:
+            session.append(PROMPT)
+            rows = [session.logits()]
+            choice.copy_seconds = choice.cpu_seconds  # so that each has half
+            for step in range(STEPS):
+                session.append_sampled(11 * step + 3)
+                rows.append(session.logits())
+        asked = engine.counts()["experts on the device"].requests
+    assert choice.on_cpu > 0 and asked > 0
+    error = np.linalg.norm(np.stack(rows) - alone, axis=1) / np.linalg.norm(alone, axis=1)
+    assert error.max() < 2e-2  # experts of prompts by the matrix unit, or by the other family
+
+
+def test_an_adaptive_backend_needs_experts_on_the_device() -> None:
+    with pytest.raises(UsageError, match="--adaptive-backend chooses for experts"):
+        logits(device=FakeDevice(400 << 20), experts_on="cpu", adaptive=True)
+
+
 def test_r33_memory_that_cannot_be_locked(alone: Logits) -> None:
     """One warning that names the limit; nothing else changes."""
     told: list[str] = []
