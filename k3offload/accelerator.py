@@ -62,7 +62,7 @@ class Accelerator:
             for op, backend in options.kernels.items()
             if not on_gpu or backend == TRITON
         }
-        self.kernels = Kernels(cpu.workers, wanted, None if on_gpu else options.isa, device.where)
+        self.kernels = Kernels(cpu.workers, wanted, options.isa, device.where)
         self._reserve = RESERVE if on_gpu else 0
         self.plan: Plan
         self.trunk: DeviceTrunk

@@ -240,8 +240,10 @@ def doctor(
     for name in ("ram", "cache", "trunk"):
         if checkpoint is None and origins[name][1] == "flag":
             raise UsageError(f"--{name} is about a model.", "Name one, or leave it out.")
-    facts = found.system_facts(origins)
     with Progress() as progress:
+        with loading_libraries(progress):
+            from .open_device import why_no_gpu
+        facts = found.system_facts(origins, why_no_gpu=why_no_gpu(0))
         facts += _measured_facts(layout.spec, ask, progress)
         if checkpoint is not None:
             progress.show("measuring reads of the model")

@@ -24,13 +24,15 @@ REBUILD: Final = "Install again with a C++ compiler: pip install --force-reinsta
 BUSY: Final = "End other programs and try again; with fewer threads if some processors are shared."
 
 
-def system_facts(origins: Mapping[str, tuple[Any, str]], root: Path = system.ROOT) -> list[Fact]:
-    """Facts that need no measurement."""
+def system_facts(
+    origins: Mapping[str, tuple[Any, str]], root: Path = system.ROOT, why_no_gpu: str = ""
+) -> list[Fact]:
+    """Facts that need no measurement.  ``why_no_gpu``: empty if one computes."""
     return [
         system.memory(root),
         *system.limits(root),
         system.numa(root),
-        system.gpu(root),
+        system.gpu(root, why_no_gpu),
         system.settings(origins),
     ]
 
@@ -120,7 +122,8 @@ def fine(facts: Sequence[Fact]) -> bool:
 
 def to_dict(facts: Sequence[Fact]) -> dict[str, Any]:
     """The form ``doctor --json`` prints."""
-    return {"device": "cpu", "fine": fine(facts), "facts": [asdict(fact) for fact in facts]}
+    device = next((fact.data["device"] for fact in facts if fact.name == "device"), "cpu")
+    return {"device": device, "fine": fine(facts), "facts": [asdict(fact) for fact in facts]}
 
 
 def render(facts: Sequence[Fact]) -> str:

@@ -112,11 +112,17 @@ def numa(root: Path = ROOT) -> Fact:
     return Fact("numa", "slow", text, remedy, data)
 
 
-def gpu(root: Path = ROOT) -> Fact:
-    """Whether there is a GPU, and that this version does not use it."""
+def gpu(root: Path = ROOT, why_not: str = "this torch is built for CPUs alone") -> Fact:
+    """Which device computes; ``why_not`` a GPU, empty if one does."""
     there = (root / "dev/nvidia0").exists() or (root / "proc/driver/nvidia/version").exists()
-    text = "device: cpu; this version uses no GPU" + (", and there is one" if there else "")
-    return Fact("device", "good", text, "", {"device": "cpu", "gpu_present": there})
+    data = {"device": "cpu" if why_not else "cuda", "gpu_present": there, "why_not": why_not}
+    if not why_not:
+        return Fact("device", "good", "device: a GPU computes, see --vram", "", data)
+    if not there:
+        return Fact("device", "good", "device: cpu; there is no GPU", "", data)
+    text = f"device: cpu, although there is a GPU: {why_not}"
+    remedy = "Install a torch with CUDA (pip install torch) and a driver that fits it."
+    return Fact("device", "slow", text, remedy, data)
 
 
 def settings(origins: Mapping[str, tuple[Any, str]]) -> Fact:

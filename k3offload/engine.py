@@ -45,6 +45,17 @@ from .weights import Weights
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+def _accelerator(
+    device: Device, checkpoint: Checkpoint, options: Options, kernels: Kernels, watch: Watch
+) -> Accelerator:
+    """The device in our service; closed again if it cannot be."""
+    try:
+        return Accelerator(device, checkpoint, options, kernels, watch.warn)
+    except BaseException:
+        device.close()
+        raise
+
+
 def _for_cpu(kernels: Mapping[str, str]) -> dict[str, str]:
     """What of ``--kernel`` is meant for the CPU."""
     return {op: backend for op, backend in kernels.items() if backend != TRITON}
@@ -83,7 +94,7 @@ class Engine:
         self.kernels = Kernels(self._workers, _for_cpu(options.kernels), options.isa)
         self.accelerator: Accelerator | None = None
         if opened is not None:
-            self.accelerator = Accelerator(opened, checkpoint, options, self.kernels, watch.warn)
+            self.accelerator = _accelerator(opened, checkpoint, options, self.kernels, watch)
         self.disk = DiskTier(
             checkpoint.files, lambda page: checkpoint.expert(*page).extents, watch.warn
         )

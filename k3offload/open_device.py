@@ -25,7 +25,7 @@ def open_device(wanted: str | Device) -> tuple[Device | None, str]:
     if kind == "cpu":
         return None, "device: cpu, as asked"
     index = int(number or 0)
-    why = _why_no_gpu(index)
+    why = why_no_gpu(index)
     if not why:
         from .tiers.device_cuda import CudaDevice
 
@@ -39,7 +39,7 @@ def open_device(wanted: str | Device) -> tuple[Device | None, str]:
     return None, f"device: cpu ({why})"
 
 
-def _why_no_gpu(index: int) -> str:
+def why_no_gpu(index: int) -> str:
     """Why GPU number ``index`` cannot be used; empty if it can."""
     if torch.version.cuda is None:
         return "this torch is built for CPUs alone"

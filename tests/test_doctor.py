@@ -129,10 +129,14 @@ def test_numa_topologies(tmp_path: Path) -> None:
 def test_a_gpu_is_never_passed_over_in_silence(tmp_path: Path) -> None:
     """R76: what computes is said plainly, whether or not there is a GPU."""
     without = system.gpu(tmp_path)
-    with_one = system.gpu(make(tmp_path, {"proc/driver/nvidia/version": "1"}))
+    driver = make(tmp_path, {"proc/driver/nvidia/version": "1"})
+    with_one, used = system.gpu(driver), system.gpu(driver, "")
     assert without.text.startswith("device: cpu") and with_one.text.startswith("device: cpu")
     assert (without.data["gpu_present"], with_one.data["gpu_present"]) == (False, True)
-    assert "there is one" in with_one.text
+    assert (without.verdict, with_one.verdict, used.verdict) == ("good", "slow", "good")
+    assert "although there is a GPU: this torch is built for CPUs" in with_one.text
+    assert "CUDA" in with_one.remedy
+    assert used.data["device"] == "cuda" and "a GPU computes" in used.text
 
 
 # ---- kernels and speeds ----
