@@ -68,6 +68,7 @@ class Accelerator:
         self.trunk: DeviceTrunk
         self.store: ExpertStore | None = None
         self.adaptive: Adaptive | None = None
+        self._told = False  # that memory cannot be locked
         if options.adaptive and not self.placed.experts:
             raise UsageError(
                 "--adaptive-backend chooses for experts that the GPU computes.",
@@ -78,7 +79,10 @@ class Accelerator:
 
     def make_plan(self, demand: Demand, trunk: str) -> Demand:
         """Decide what the device holds; returns what is left for RAM of ``demand``."""
-        spec, limit = self._checkpoint.spec, vram_limit(self.device, self._options.vram)
+        spec, limit = (
+            self._checkpoint.spec,
+            vram_limit(self.device, self._options.vram, self._reserve),
+        )
         own = device_demand(
             self._checkpoint, self._options, trunk, self.placed, demand.slot, self._reserve
         )
@@ -91,22 +95,22 @@ class Accelerator:
         """Layers that RAM need not hold, since the device does."""
         return frozenset(i for i in self.plan.resident_layers if i < self.placed.layers)
 
-    def load(
-        self,
-        weights: Weights,
-        host: ExpertStore | None,
-        slots: Sequence[Buffer],
-        disk: DiskTier,
-    ) -> None:
-        """Bring the device's share there; ``weights`` has loaded its own.  ``slots``: the memory of
-        the expert slots of ``host``, in few pieces."""
+    def load_trunk(self, weights: Weights) -> None:
+        """Bring the device's layers there; ``weights`` has loaded its own.  A layer passes through
+        RAM that the expert slots take later."""
         layers = range(self.placed.layers)
-        streams = len(self.elsewhere) < self.placed.layers
-        self._lock([*(weights.memory() if streams else []), *slots])
+        if len(self.elsewhere) < self.placed.layers:
+            self._lock(weights.memory())
         self.trunk = DeviceTrunk(weights, self.device, self.plan, layers, self.placed.head)
         self._ends.callback(self.trunk.close)
-        if host is None or not self.placed.experts:
+
+    def load_experts(
+        self, weights: Weights, host: ExpertStore, slots: Buffer, disk: DiskTier
+    ) -> None:
+        """Make the slots of the device, over those of ``host``, which lie in ``slots``."""
+        if not self.placed.experts:
             return
+        self._lock([slots])
         tier = DeviceTier(host, disk, self.device, weights.device_pieces)
         self._ends.callback(tier.close)
         size, count = self.plan.slot_bytes, self.plan.slots
@@ -114,7 +118,7 @@ class Accelerator:
         policy = implementations("scheduler", "policy")[self._options.policy].Policy(count)
         self.store = ExpertStore(tier, list(memory), policy)
         if self._options.adaptive:
-            times = self._copy_seconds(slots[0], memory[0]), self._cpu_seconds(weights, slots[0])
+            times = self._copy_seconds(slots, memory[0]), self._cpu_seconds(weights, slots)
             self.adaptive = Adaptive(self.store, host, self._cpu, *times)
 
     def _copy_seconds(self, source: Buffer, slot: torch.Tensor) -> float:
@@ -140,9 +144,9 @@ class Accelerator:
     def _lock(self, memory: Sequence[Buffer]) -> None:
         """Lock host memory that copies come from, as far as the system allows; one warning."""
         for some in memory:
-            if not self.device.pin(some):
+            if not self._told and not self.device.pin(some):
+                self._told = True
                 self._warn(PIN_REFUSED.format(size=show_size(sum(m.nbytes for m in memory))))
-                return
 
     def sides(self) -> Sides:
         """Who computes what."""
@@ -150,7 +154,10 @@ class Accelerator:
         count = len(self._checkpoint.spec.layers)
         layers = tuple(there if i < self.placed.layers else here for i in range(count))
         return Sides(
-            layers, there if self.placed.experts else here, there if self.placed.head else here
+            layers,
+            there if self.placed.experts else here,
+            there if self.placed.head else here,
+            (self._cpu, self.kernels),
         )
 
     def homes(self, ledger: Ledger) -> HomeOf:
@@ -163,4 +170,5 @@ class Accelerator:
         with ExitStack() as last:
             last.callback(self.device.close)
             last.callback(self._ends.close)
-            self.store = None
+            for name in ("store", "adaptive", "trunk", "kernels"):
+                self.__dict__.pop(name, None)  # and with them the device's memory

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -44,7 +44,7 @@ class DeviceFetch(Fetch):
     ) -> None:
         super().__init__(weights, None, priority)
         self._host, self._device, self._turn = host, device, one_at_a_time
-        self._after = device.mark()
+        self._after: Mark | None = device.mark()
 
     def _fill(self, workers: Workers | None) -> None:
         with self._turn:
@@ -79,7 +79,6 @@ class DeviceTrunk:
         self._layers = frozenset(layers)
         self._held: dict[int, LayerWeights] = {}
         self._head_blocks: list[tuple[int, int, Weight]] = []
-        self._experts: dict[int, tuple[PageId, Expert]] = {}
         self._turn = threading.Lock()
         self._ring: Ring | None = None
         self.globals = host.globals
@@ -124,7 +123,9 @@ class DeviceTrunk:
     def layer(self, index: int) -> Iterator[LayerWeights]:
         """The weights of layer ``index`` where it is computed, valid inside the ``with`` block."""
         if index not in self._layers:
-            with self._turn, self.host.layer(index) as weights:
+            # only what passes through the ring of RAM has to keep off the copies from there
+            turn = nullcontext() if self.host.holds(index) else self._turn
+            with turn, self.host.layer(index) as weights:
                 yield weights
         elif index in self._held:
             self.counts.requests += 1
@@ -133,6 +134,7 @@ class DeviceTrunk:
         else:
             assert self._ring is not None
             with self._ring.use(index) as weights:
+                self._device.handed_out(as_bytes(weights.arena))
                 yield weights
 
     def peek(self, index: int) -> LayerWeights | None:

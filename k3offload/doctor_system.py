@@ -112,7 +112,7 @@ def numa(root: Path = ROOT) -> Fact:
     return Fact("numa", "slow", text, remedy, data)
 
 
-def gpu(root: Path = ROOT, why_not: str = "this torch is built for CPUs alone") -> Fact:
+def gpu(root: Path = ROOT, why_not: str = "this torch is not built for CUDA") -> Fact:
     """Which device computes; ``why_not`` a GPU, empty if one does."""
     there = (root / "dev/nvidia0").exists() or (root / "proc/driver/nvidia/version").exists()
     data = {"device": "cpu" if why_not else "cuda", "gpu_present": there, "why_not": why_not}

@@ -34,7 +34,7 @@ from .scheduler.sweep import cut
 from .session import Session
 from .spec import ModelSpec
 from .state import Ledger, SequenceState
-from .tiers.base import Buffer, PageId
+from .tiers.base import PageId
 from .tiers.device import Device
 from .tiers.tier_disk import DiskTier
 from .tiers.tier_ram import Slab
@@ -43,6 +43,17 @@ from .warmup import warm_up
 from .weights import Weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def _of_a_device(options: Options) -> str:
+    """The first option that was given and means nothing without a device; empty if none."""
+    given = {
+        "--vram": options.vram,
+        "--experts-on": options.experts_on,
+        "--trunk-on": options.trunk_on,
+        "--adaptive-backend": options.adaptive or None,
+    }
+    return next((name for name, value in given.items() if value is not None), "")
 
 
 def _accelerator(
@@ -91,7 +102,12 @@ class Engine:
         steady_allocator()
         self._workers = Workers(options.threads)
         opened, self.device_line = open_device(device)
-        self.kernels = Kernels(self._workers, _for_cpu(options.kernels), options.isa)
+        if opened is None and (inert := _of_a_device(options)):
+            if device == "cpu":
+                raise UsageError(f"{inert} is about a GPU.", "Leave it out, or --device cpu.")
+            watch.warn(f"{inert} has no effect: {self.device_line}")
+        wanted = options.kernels if opened is None else _for_cpu(options.kernels)
+        self.kernels = Kernels(self._workers, wanted, options.isa)
         self.accelerator: Accelerator | None = None
         if opened is not None:
             self.accelerator = _accelerator(opened, checkpoint, options, self.kernels, watch)
@@ -144,15 +160,15 @@ class Engine:
             checkpoint, self.disk, self.plan, self.trunk, self._workers, elsewhere
         )
         self.weights.load(self._watch.loading)
+        if there is not None:
+            there.load_trunk(self.weights)
         self.store: ExpertStore | None = None
-        slots: list[Buffer] = []
         if self.plan.slots:
             slab = Slab(self.plan.slots * self.plan.slot_bytes)
             policy = implementations("scheduler", "policy")[options.policy].Policy(self.plan.slots)
             self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), policy)
-            slots.append(slab.bytes)
-        if there is not None:
-            there.load(self.weights, self.store, slots, self.disk)
+            if there is not None:
+                there.load_experts(self.weights, self.store, slab.bytes, self.disk)
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
         self._counts = {
             "experts": self.store.counts if self.store else Counts(),
@@ -166,7 +182,7 @@ class Engine:
         """The model over what was loaded."""
         store, here = self.store, Side(self.kernels, torch.device("cpu"))
         if there is None:
-            sides = Sides((here,) * len(self.spec.layers), here, here)
+            sides = Sides((here,) * len(self.spec.layers), here, here, (self.kernels,))
             self._model = Model(self.weights, store, sides, self._dtype, self._schedule(store))
             return
         self._counts["trunk on the device"] = there.trunk.counts
@@ -332,10 +348,10 @@ class Engine:
                         last_first.callback(self.__dict__.pop, name, None)
                     last_first.callback(self._workers.close)
                     last_first.callback(self.disk.close)
-                    if self.accelerator is not None:
-                        last_first.callback(self.accelerator.close)
                     if "weights" in self.__dict__:
                         last_first.callback(self.weights.close)
+                    if self.accelerator is not None:  # first of all: its copies read the weights
+                        last_first.callback(self.accelerator.close)
 
     def __enter__(self) -> Engine:
         return self

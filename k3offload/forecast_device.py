@@ -164,6 +164,8 @@ class _DeviceSweep(_Sweep):
             bus_bytes += 0 if self._plan.head_resident else kept
         else:
             cpu += head.seconds
+        if not self._plan.head_resident and not self.setup.plan.head_resident:
+            disk_bytes += kept if self.setup.packed else self.spec.vocab * self.spec.hidden * 2
         seconds = max(seconds + head.seconds, bus_bytes / bus, disk_bytes / disk)
         return DeviceForecast(
             self.n, seconds, device, cpu, bus_bytes / bus, disk_bytes / disk, bus_bytes,

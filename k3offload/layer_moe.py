@@ -114,6 +114,7 @@ def _route(
     experts, weights = [], []
     for x, group in zip(xs, groups, strict=True):
         chosen, share, scores = route(x, w, spec, kernels, group.decode)
+        chosen = chosen.cpu()
         on_route(w.layer, group, chosen, share, scores)
         experts.append(chosen)
         weights.append(share)

@@ -157,7 +157,7 @@ def overheads(threads: int, dtype: str) -> tuple[float, float]:
     """Seconds that a layer, and a chunk of prompt rows in it, cost beside their numbers: the
     embedded model, whose layers are tiny, all of it in memory."""
     chunks, context = 8, 4096
-    with load("nano", dtype=dtype, threads=threads, context=context) as engine:
+    with load("nano", dtype=dtype, threads=threads, context=context, device="cpu") as engine:
         with engine.session() as session:
 
             def prompt(_: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from .arena import LayerWeights
 from .config import ROW_TILE
 from .device_trunk import DeviceTrunk
 from .errors import K3Error, NumericError
+from .kernels.choose import Kernels
 from .kernels.workers import single_threaded
 from .layer_kda import kda
 from .layer_mla import mla
@@ -40,6 +42,7 @@ class Sides(NamedTuple):
     layers: tuple[Side, ...]
     experts: Side
     head: Side
+    kernels: tuple[Kernels, ...]  #: all of them, each once
 
 
 @dataclass
@@ -123,7 +126,9 @@ class Model:
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
         try:
-            with single_threaded(), self._sides.experts.kernels.in_force():
+            with single_threaded(), ExitStack() as in_force:
+                for kernels in self._sides.kernels:
+                    in_force.enter_context(kernels.in_force())
                 first = self._sides.layers[0]
                 stream = _Stream(self._embed(runs, groups).to(first.where), first)
                 for layer in self.spec.layers:
@@ -297,7 +302,8 @@ def _both(schedule: Schedule, watch: OnRoute) -> OnRoute:
         weights: torch.Tensor,
         scores: torch.Tensor,
     ) -> None:
-        schedule.routed(layer, experts.cpu().numpy(), scores.cpu().numpy())
+        scores = scores.cpu()
+        schedule.routed(layer, experts.numpy(), scores.numpy())
         watch(layer, group, experts, weights, scores)
 
     return on_route

@@ -75,7 +75,7 @@ class Routing:
         for part in group.parts:
             rows, end = group.own(part), part.start + part.count
             self._experts[self._rows[layer], part.start : end] = experts[rows].numpy()
-            self._weights[self._rows[layer], part.start : end] = weights[rows].numpy()
+            self._weights[self._rows[layer], part.start : end] = weights[rows].cpu().numpy()
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """``layers`` [n], ``experts`` [n, T, k], ``weights`` [n, T, k], tokens in order."""

@@ -138,7 +138,7 @@ class Recorder:
             return
         place = self._layers.index(layer)
         rows["chosen"][:, place] = experts.numpy()
-        rows["best"][:, place], rows["codes"][:, place] = self._best(scores.numpy())
+        rows["best"][:, place], rows["codes"][:, place] = self._best(scores.cpu().numpy())
         guess = self._ahead.get(layer)
         if guess is not None and group.decode and group.end <= len(guess[0]):
             rows["ahead_best"][:, place] = guess[0][group.rows]

@@ -125,6 +125,10 @@ class Weights:
         with self._ring.use(index) as weights:
             yield weights
 
+    def holds(self, index: int) -> bool:
+        """Whether layer ``index`` stays in RAM."""
+        return index in self._resident
+
     def peek(self, index: int) -> LayerWeights | None:
         """The weights of layer ``index`` if they are here now; they may go with the next read."""
         here = self._resident.get(index)

@@ -106,6 +106,8 @@ class Kernels:
 
     def in_force(self) -> AbstractContextManager[None]:
         """Calls from this thread run this instruction set inside the ``with`` block."""
+        if self._where.type == "cuda":
+            return torch.cuda.device(self._where)
         return nullcontext() if self.isa is None else native.using(self.isa)
 
     def linear(self, x: torch.Tensor, weight: Weight, decode: bool = False) -> torch.Tensor:

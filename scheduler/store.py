@@ -1,14 +1,12 @@
 """The expert store: slots, leases, prefetch, single flight and exact counts over a slower tier.
 
-It decides which page lies in which slot and moves no byte itself: the tier below does.  A page is
-resident, loading, or absent.  A lease starts its reads when it is entered and walks through its
-pages: residents first, then arrivals in whatever order they come; each page keeps its slot while
-the caller holds it.  More pages than slots are served in waves.
+It decides which page lies in which slot; the tier below moves the bytes.  A page is resident,
+loading or absent.  A lease starts its reads when entered and walks through its pages: residents,
+then arrivals as they come; each keeps its slot while it is held.  More than slots come in waves.
 
-The policy is called under the store's lock and in the order of the schedule, so that what is
-evicted does not depend on which read ends first (in waves it does: a slot is free again when the
-page in it has been used).  A prefetched page that nobody has asked for yet is guarded: no other
-prefetch evicts it, and a demand only when nothing else is left.
+The policy is called under the store's lock in the order of the schedule, so that evictions do not
+depend on which read ends first (in waves they do).  A prefetched page that nobody has asked for is
+guarded: no other prefetch evicts it, and a demand only when nothing else is left.
 """
 
 from __future__ import annotations
@@ -37,7 +35,8 @@ Batch = list[tuple[PageId, Any]]
 class _Lease:
     """One caller's walk: what it still has to get and what it holds."""
 
-    def __init__(self, pages: Sequence[PageId]) -> None:
+    def __init__(self, pages: Sequence[PageId], priority: Priority) -> None:
+        self.priority = priority
         self.thread = threading.get_ident()
         self.ready: deque[PageId] = deque()  # pinned, resident, not yet handed out
         self.coming: set[PageId] = set()  # pinned, loading
@@ -52,8 +51,7 @@ class _Lease:
 class ExpertStore:
     """``slots`` buffers over ``tier``.  Thread-safe.
 
-    ``prefetch_room``: most prefetched pages that wait to be asked for; a quarter of the slots, and
-    64 at most, if it is not given.
+    ``prefetch_room``: prefetched pages that may wait; else a quarter of the slots, 64 at most.
     """
 
     def __init__(
@@ -72,8 +70,7 @@ class ExpertStore:
         self._tier, self._slots, self._policy = tier, slots, policy
         #: whether the policy makes anything of ``note``
         self.hears_router: bool = getattr(policy, "hears_router", False)
-        #: told of slots that are about to be used, and that all their users have been called; a
-        #: device needs to know (tiers/tier_device.py)
+        # told of slots about to be used, and that all their users have been called
         self._handed_out = getattr(tier, "handed_out", None)
         self._given_back = getattr(tier, "given_back", None)
         self._free = list(range(len(slots)))[::-1]
@@ -101,6 +98,12 @@ class ExpertStore:
         with self._change:
             return page not in self._slot
 
+    def hasten(self, page: PageId) -> None:
+        """Somebody waits for ``page``, perhaps on its way as a guess."""
+        with self._change:
+            if page in self._loading:
+                self._loading[page].raise_to(Priority.DEMAND)
+
     def note(
         self, layer: int, experts: npt.NDArray[np.integer[Any]], scores: npt.NDArray[np.uint8]
     ) -> None:
@@ -111,18 +114,18 @@ class ExpertStore:
     # ---- leases ----
 
     @contextmanager
-    def lease(self, pages: Iterable[PageId], most: int = MOST) -> Iterator[Iterator[Batch]]:
+    def lease(
+        self, pages: Iterable[PageId], most: int = MOST, priority: Priority = Priority.DEMAND
+    ) -> Iterator[Iterator[Batch]]:
         """An iterator over lists of (page, slot) that covers each of the distinct ``pages`` once.
 
         Entering starts the reads of all pages that find a slot, in the tier's order.  Each step
-        waits for at least one page and hands out what is there, ``most`` pages at once and, while
-        more pages than slots are left, no more than half of the slots.  A page keeps its slot
-        until the iterator is advanced or the ``with`` block ends; then reads of this lease alone
-        that have not begun are dropped.
-
+        waits for a page and hands out what is there, ``most`` at once and, while more pages than
+        slots are left, no more than half of the slots.  A page keeps its slot until the next step
+        or the end of the block; then reads of this lease alone that have not begun are dropped.
         Raises the tier's ``ReadError``, or ``SlotsExhausted`` if this thread itself holds all.
         """
-        lease = _Lease(sorted(set(pages), key=self._tier.order))
+        lease = _Lease(sorted(set(pages), key=self._tier.order), priority)
         walk = self._walk(lease, most)
         try:
             with self._change:
@@ -190,7 +193,7 @@ class ExpertStore:
         else:
             self.counts.late += 1
             self._await(page, lease)
-            ticket.raise_to(Priority.DEMAND)
+            ticket.raise_to(lease.priority)
 
     def _start_reads(self, lease: _Lease) -> None:
         """Read absent pages in order while there are slots."""
@@ -208,7 +211,7 @@ class ExpertStore:
             self.counts.misses += 1
             self._pin(page)
             self._await(page, lease)
-            self._begin(page, slot, Priority.DEMAND)
+            self._begin(page, slot, lease.priority)
 
     def _await(self, page: PageId, lease: _Lease) -> None:
         lease.coming.add(page)

@@ -10,14 +10,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from k3offload.config import READ_ALIGN
-from k3offload.tiers.base import Buffer, Location, PageId, Tier
+from k3offload.scheduler.policy_lru import Policy
+from k3offload.scheduler.store import ExpertStore
+from k3offload.tiers.base import Buffer, Location, PageId, Priority, Ticket, Tier
+from k3offload.tiers.device_fake import FakeDevice
+from k3offload.tiers.tier_device import DeviceTier
 from k3offload.tiers.tier_disk import DiskTier, windows
 from k3offload.tiers.tier_made import MadeTier
 
@@ -193,4 +198,40 @@ def make_made(folder: Path, monkeypatch: Any) -> TierCase:
     )
 
 
-MAKERS: dict[str, Callable[[Path, Any], TierCase]] = {"disk": make_disk, "made": make_made}
+class _AsTensors:
+    """The device tier, given the bytes of a device that lies in RAM."""
+
+    name = "device"
+
+    def __init__(self, tier: DeviceTier) -> None:
+        self._tier, self.order, self.size = tier, tier.order, tier.size
+
+    def read(self, page: PageId, into: Buffer, priority: Priority = Priority.DEMAND) -> Ticket:
+        return self._tier.read(page, torch.from_numpy(into), priority)
+
+
+def make_device(folder: Path, monkeypatch: Any) -> TierCase:
+    """The pages of ``make_disk`` over a store in RAM, on a device that delays and reorders."""
+    below, device = make_disk(folder, monkeypatch), FakeDevice(1 << 24, seed=2)
+    size = max(map(below.spread, below.pages))
+    slots = [aligned(-(-size // READ_ALIGN) * READ_ALIGN) for _ in below.pages]
+    host = ExpertStore(below.tier, slots, Policy(len(slots)))
+
+    def pieces(page: PageId, memory: Buffer) -> list[tuple[Buffer, int]]:
+        return [(memory[at : at + len(data)], at) for at, data in below.pages[page]]
+
+    tier = DeviceTier(host, below.tier, device, pieces)
+
+    def close() -> None:
+        tier.close()
+        device.close()
+        below.close()
+
+    return replace(below, tier=_AsTensors(tier), close=close)
+
+
+MAKERS: dict[str, Callable[[Path, Any], TierCase]] = {
+    "device": make_device,
+    "disk": make_disk,
+    "made": make_made,
+}

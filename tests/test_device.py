@@ -3,6 +3,8 @@ whatever the budget and whatever is computed where (R61)."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,12 @@ import pytest
 
 from k3offload.checkpoint import Checkpoint
 from k3offload.config import parse_size
+from k3offload.device_trunk import DeviceFetch
 from k3offload.errors import DoesNotFit, UsageError
 from k3offload.kernels.mxfp4 import Mxfp4Weight
 from k3offload.loading import load
 from k3offload.options import Watch
-from k3offload.tiers.base import PageId
+from k3offload.tiers.base import PageId, Priority
 from k3offload.tiers.device import DeviceError
 from k3offload.tiers.device_fake import FakeDevice
 from tests.helpers_engine import BRIEF, checkpoint
@@ -156,6 +159,61 @@ def test_what_is_not_known_is_refused(option: str, value: str) -> None:
     given: dict[str, Any] = {"device": FakeDevice(400 << 20), option: value}
     with pytest.raises(UsageError, match=f"{value!r} is not known"):
         logits(**given)
+
+
+def test_options_of_a_device_mean_something_or_are_refused() -> None:
+    """Asked for a CPU, an option of a GPU is an error; where none was found, a warning says so."""
+    for option in ({"vram": "1G"}, {"trunk_on": "cpu"}, {"experts_on": "gpu"}, {"adaptive": True}):
+        with pytest.raises(UsageError, match="is about a GPU"):
+            load("nano", device="cpu", **option)
+    told: list[str] = []
+    with load("nano", context=64, vram="1G", watch=Watch(warn=told.append)) as engine:
+        if engine.accelerator is None:
+            assert len(told) == 1 and "--vram has no effect: device: cpu" in told[0]
+
+
+def test_a_closed_engine_keeps_nothing_of_the_device() -> None:
+    engine = load("nano", context=64, device=FakeDevice(400 << 20), vram="5M")
+    trunk, store = weakref.ref(engine._model._weights), weakref.ref(engine._model._store)
+    engine.close()
+    gc.collect()
+    assert trunk() is None and store() is None
+
+
+def test_the_mark_of_a_ring_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it a layer would be copied over one that kernels still read."""
+
+    def forgetful(self: DeviceFetch, *given: Any) -> None:
+        made(self, *given)
+        self._after = None
+
+    made = DeviceFetch.__init__
+    monkeypatch.setattr(DeviceFetch, "__init__", forgetful)
+    with pytest.raises(AssertionError, match="still read it"):
+        logits(device=FakeDevice(400 << 20, seed=2), vram="5M")
+
+
+def test_guesses_reach_the_disk_as_guesses() -> None:
+    """A page that is read ahead for the device does not go before one that is waited for."""
+    with load(
+        "nano", context=256, device=FakeDevice(400 << 20), vram="9M", cache="1M", predict="router"
+    ) as engine:
+        seen: list[Priority] = []
+        read = engine.disk.read
+
+        def watched(page: PageId, into: Any, priority: Priority = Priority.DEMAND) -> Any:
+            seen.append(priority)
+            return read(page, into, priority)
+
+        engine.disk.read = watched  # type: ignore[method-assign]
+        with engine.session() as session:
+            session.append(PROMPT[:20])
+            session.logits()
+            for step in range(12):
+                session.append_sampled(11 * step + 3)
+                session.logits()
+        assert engine.counts()["experts on the device"].prefetches > 0
+        assert Priority.PREFETCH in seen and Priority.DEMAND in seen
 
 
 def test_r76_a_gpu_that_is_not_there() -> None:

@@ -134,7 +134,7 @@ def test_a_gpu_is_never_passed_over_in_silence(tmp_path: Path) -> None:
     assert without.text.startswith("device: cpu") and with_one.text.startswith("device: cpu")
     assert (without.data["gpu_present"], with_one.data["gpu_present"]) == (False, True)
     assert (without.verdict, with_one.verdict, used.verdict) == ("good", "slow", "good")
-    assert "although there is a GPU: this torch is built for CPUs" in with_one.text
+    assert "although there is a GPU: this torch is not built for CUDA" in with_one.text
     assert "CUDA" in with_one.remedy
     assert used.data["device"] == "cuda" and "a GPU computes" in used.text
 

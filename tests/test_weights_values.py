@@ -87,7 +87,7 @@ for layer in [0, 1, 2] * 2:
         pass
 held = sum(w.size for w in (weights.globals, weights._embed_held, weights._head_held))
 held += sum(w.size for w in weights._resident.values())
-held += sum(b.size for b in weights._ring._buffers) if weights._ring else 0
+held += sum(b.size for b in weights._ring.buffers) if weights._ring else 0
 print(json.dumps({"grown": peak_rss() - before, "held": held,
                   "allowed": quantising(opened, precision, 2)}))
 weights.close()

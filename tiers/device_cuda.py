@@ -38,11 +38,14 @@ class CudaDevice:
         self._closed = False
 
     def free_bytes(self) -> int:
+        torch.cuda.empty_cache()  # what torch keeps for itself is free for us
         return int(torch.cuda.mem_get_info(self.where)[0])
 
     def allocate(self, size: int) -> torch.Tensor:
         try:
-            return torch.empty(size, dtype=torch.uint8, device=self.where)
+            memory = torch.empty(size, dtype=torch.uint8, device=self.where)
+            torch.cuda.synchronize(self.where)  # no kernel uses what was here before
+            return memory
         except torch.OutOfMemoryError as error:
             raise DeviceError(
                 f"{self.name} was asked for {show_size(size)} and has "
@@ -51,16 +54,20 @@ class CudaDevice:
             ) from error
 
     def pin(self, memory: Buffer) -> bool:
-        """In pieces; what was locked before a refusal stays locked."""
-        runtime = torch.cuda.cudart()
-        for begin in range(0, memory.nbytes, PIN_PIECE):
-            piece = memory[begin : begin + PIN_PIECE]
-            failed = runtime.cudaHostRegister(piece.ctypes.data, piece.nbytes, 0)
-            if int(failed) != _REGISTERED:
-                with suppress(RuntimeError):  # the error would stick to the next call otherwise
-                    torch.cuda.synchronize(self.where)
-                return False
-            self._pinned.append(piece)
+        """All of it or nothing: a copy must not cross from what is locked to what is not."""
+        runtime, locked = torch.cuda.cudart(), list[Buffer]()
+        with torch.cuda.device(self.where):
+            for begin in range(0, memory.nbytes, PIN_PIECE):
+                piece = memory[begin : begin + PIN_PIECE]
+                failed = runtime.cudaHostRegister(piece.ctypes.data, piece.nbytes, 0)
+                if int(failed) != _REGISTERED:
+                    for done in locked:
+                        runtime.cudaHostUnregister(done.ctypes.data)
+                    with suppress(RuntimeError):  # the next launch reports it, once
+                        torch.zeros(1, device=self.where).add_(1)
+                    return False
+                locked.append(piece)
+        self._pinned += locked
         return True
 
     def copy(
@@ -88,9 +95,11 @@ class CudaDevice:
         self._closed = True
         for stream in self._streams:
             stream.close()
-        for piece in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(piece.ctypes.data)
-        self._pinned.clear()
+        with torch.cuda.device(self.where):
+            for piece in self._pinned:
+                torch.cuda.cudart().cudaHostUnregister(piece.ctypes.data)
+            self._pinned.clear()
+            torch.cuda.empty_cache()
 
 
 class _Stream:
@@ -106,7 +115,7 @@ class _Stream:
         self._thread.start()
 
     def copy(self, source: Buffer, to: torch.Tensor, after: Mark | None, landed: Landed) -> None:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
         try:
             with self._lock, torch.cuda.stream(self._stream):
                 if after is not None:

@@ -28,15 +28,19 @@ class Host(Protocol):
     @property
     def slots(self) -> int: ...
 
-    def lease(self, pages: Sequence[PageId]) -> Any: ...
+    def lease(self, pages: Sequence[PageId], *, priority: Priority) -> Any: ...
+
+    def hasten(self, page: PageId) -> None: ...
 
 
 class _Copy(Ticket):
     """A page on its way; one piece."""
 
-    def __init__(self, tier: DeviceTier, page: PageId, into: torch.Tensor) -> None:
+    def __init__(
+        self, tier: DeviceTier, page: PageId, into: torch.Tensor, priority: Priority
+    ) -> None:
         super().__init__(1)
-        self._tier, self.page, self.into = tier, page, into
+        self._tier, self.page, self.into, self.priority = tier, page, into, priority
 
     def cancel(self) -> bool:
         return self._tier.cancel(self)
@@ -65,7 +69,8 @@ class DeviceTier:
         self._number = 0
         self._last_use: dict[int, Mark] = {}  # by the address of a slot
         self._closing = False
-        count = max(1, min(copiers, host.slots // 2))
+        self._guesses = 0  # under way
+        count = max(2, min(copiers, host.slots // 2))
         self._threads = [
             threading.Thread(target=self._run, name=f"k3-copier-{i}", daemon=True)
             for i in range(count)
@@ -84,7 +89,7 @@ class DeviceTier:
     def read(self, page: PageId, into: Any, priority: Priority = Priority.DEMAND) -> Ticket:
         """Start bringing ``page`` into the device slot ``into``, once the kernels have passed that
         read what was there."""
-        copy = _Copy(self, page, into)
+        copy = _Copy(self, page, into, priority)
         with self._change:
             if self._closing:
                 raise Cancelled("the device tier is closed")
@@ -127,12 +132,16 @@ class DeviceTier:
 
     def raise_to(self, copy: _Copy, priority: Priority) -> None:
         with self._change:
-            for i, (own, _, waiting) in enumerate(self._waiting):
-                if waiting is copy and priority < own:
+            if priority >= copy.priority:
+                return
+            copy.priority = priority
+            for i, (_, _, waiting) in enumerate(self._waiting):
+                if waiting is copy:
                     del self._waiting[i]
                     heapq.heapify(self._waiting)
                     self._push(copy, priority)
                     return
+        self._host.hasten(copy.page)  # it has begun: its read may still wait
 
     def _push(self, copy: _Copy, priority: Priority) -> None:
         self._number += 1
@@ -144,24 +153,37 @@ class DeviceTier:
     def _run(self) -> None:
         while True:
             with self._change:
-                while not self._waiting and not self._closing:
+                while not self._may_begin() and not self._closing:
                     self._change.wait()
                 if self._closing:
                     return
                 copy = heapq.heappop(self._waiting)[2]
+                guess = copy.priority is Priority.PREFETCH
+                self._guesses += guess
             try:
                 self._bring(copy)
             except BaseException as error:
                 copy.finish(error)
+            finally:
+                with self._change:
+                    self._guesses -= guess
+                    self._change.notify_all()
+
+    def _may_begin(self) -> bool:
+        """Guesses never take all copiers: what somebody waits for finds one."""
+        if not self._waiting:
+            return False
+        return self._waiting[0][0] != Priority.PREFETCH or self._guesses < len(self._threads) - 1
 
     def _bring(self, copy: _Copy) -> None:
-        with self._host.lease([copy.page]) as arrivals:
+        with self._host.lease([copy.page], priority=copy.priority) as arrivals:
             for batch in arrivals:
                 pieces = self._pieces(copy.page, batch[0][1])
                 landed = Ticket(len(pieces))
                 after = self._last_use.pop(copy.into.data_ptr(), None)
                 for source, at in pieces:
                     to = copy.into[at : at + source.nbytes]
-                    self._device.copy(source, to, after, landed.finish)
+                    urgent = copy.priority is Priority.DEMAND
+                    self._device.copy(source, to, after, landed.finish, urgent)
                 landed.wait()
         copy.finish(None, self.size(copy.page))
