@@ -27,7 +27,7 @@ from .options import Options, Watch, limits_of
 from .precision import choose_precision
 from .registry import implementations
 from .scheduler.counts import Counts
-from .scheduler.plan import Plan, make_plan
+from .scheduler.plan import Demand, Plan, make_plan
 from .scheduler.schedule import Schedule, predictor_named
 from .scheduler.store import ExpertStore
 from .scheduler.sweep import cut
@@ -102,6 +102,7 @@ class Engine:
         steady_allocator()
         self._workers = Workers(options.threads)
         opened, self.device_line = open_device(device)
+        self._any_device = device == "auto"
         if opened is None and (inert := _of_a_device(options)):
             if device == "cpu":
                 raise UsageError(f"{inert} is about a GPU.", "Leave it out, or --device cpu.")
@@ -140,10 +141,9 @@ class Engine:
             policy=options.policy,
             backend=backend_of(self.kernels),
         )
-        there = self.accelerator
         limits = limits_of(machine, options)
+        demand, there = self._beside(demand)
         if there is not None:
-            demand = there.make_plan(demand, self.trunk)
             limits = replace(limits, rows=min(limits.rows, there.plan.sweep_rows))
         self.plan: Plan = make_plan(demand, limits)
         if there is not None:
@@ -177,6 +177,21 @@ class Engine:
             "embedding": self.weights.embed_counts,
         }
         self._build(there)
+
+    def _beside(self, demand: Demand) -> tuple[Demand, Accelerator | None]:
+        """What RAM has to hold beside the device, and the device; without it if nobody asked for
+        it by name and it is too small."""
+        there = self.accelerator
+        try:
+            return (demand, None) if there is None else (there.make_plan(demand, self.trunk), there)
+        except DoesNotFit as error:
+            if not self._any_device or there is None:
+                raise
+            self.device_line = f"device: cpu ({error.problem})"
+            self._watch.warn(f"{there.device.name} is not used: {error.problem}")
+            there.close()
+            self.accelerator = None
+            return demand, None
 
     def _build(self, there: Accelerator | None) -> None:
         """The model over what was loaded."""

@@ -172,6 +172,19 @@ def test_options_of_a_device_mean_something_or_are_refused() -> None:
             assert len(told) == 1 and "--vram has no effect: device: cpu" in told[0]
 
 
+def test_r76_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found and not asked for by name: the CPU goes on alone and says so."""
+    found = (FakeDevice(1 << 20), "device: fake")
+    monkeypatch.setattr("k3offload.engine.open_device", lambda wanted: found)
+    told: list[str] = []
+    with load("nano", context=64, watch=Watch(warn=told.append)) as engine:
+        assert engine.accelerator is None and engine.device_line.startswith("device: cpu (")
+    assert len(told) == 1 and "fake is not used: The smallest plan for the device" in told[0]
+    found = (FakeDevice(1 << 20), "device: fake")
+    with pytest.raises(DoesNotFit, match="--vram"):
+        load("nano", context=64, device="cuda")
+
+
 def test_a_closed_engine_keeps_nothing_of_the_device() -> None:
     engine = load("nano", context=64, device=FakeDevice(400 << 20), vram="5M")
     trunk, store = weakref.ref(engine._model._weights), weakref.ref(engine._model._store)
