@@ -22,6 +22,7 @@ from typing import Any
 
 import k3offload
 from benchmarks.run import machine, note
+from benchmarks.wide import Clock
 from k3offload.bench_read import read_rate
 from k3offload.checkpoint import Checkpoint
 from k3offload.engine import Engine
@@ -66,8 +67,10 @@ def measure(folder: Path, share: float, predict: str, tokens: list[int]) -> dict
         folder, cache=int(experts * share), context=512, sweep=64, predict=predict
     ) as engine:
         sweeps(engine, tokens[:WARM])
+        clock, processor = Clock(engine.kernels), time.thread_time()
         counts, disk, kernel = engine.counts()["experts"], disk_bytes(engine), kernel_read_bytes()
         seconds = sweeps(engine, tokens[WARM:])
+        outside = time.thread_time() - processor - clock.seconds
         after = engine.counts()["experts"]
         ours, read = disk_bytes(engine) - disk, kernel_read_bytes() - kernel
     rate = statistics.mean((before, read_rate(checkpoint, 1.5).rate))
@@ -85,6 +88,7 @@ def measure(folder: Path, share: float, predict: str, tokens: list[int]) -> dict
         "read_seconds_a_sweep": moved / rate / len(seconds),
         "line_used": (moved - wasted) / (total * rate),
         "waited_share": (after.wait_seconds - counts.wait_seconds) / total,
+        "outside_kernels": outside / total,  # processor time of the calling thread
         "our_bytes_with_alignment": ours,
         "kernel_bytes": read,
     }
