@@ -98,23 +98,24 @@ class Rank:
     def least(self, busy: Callable[[PageId], bool]) -> PageId | None:
         """The page needed least of those not ``busy``; None if there is none."""
         held: list[PageId] = []
-        while True:
+        found: PageId | None = None
+        while found is None:
             layer = int((self._low * self._decay).argmin())
-            row = self._rows[layer]
-            expert = int(row.key.argmin())
-            page = row.pages[expert]
-            if row.key[expert] == INF:
+            row = self._rows[layer]  # of a layer without experts, if no other has any left
+            if self._low[layer] == INF:
                 if self._leased == -1:
                     break
                 self._renew(self._leased)  # nothing else is left, so those left out come back in
                 self._leased = -1
-            elif busy(page):
+                continue
+            expert = int(row.key.argmin())
+            page = row.pages[expert]
+            if busy(page):
                 row.key[expert] = INF
                 self._find_low(layer, row)
                 held.append(page)
             else:
-                break
-        found = None if row.key[expert] == INF else page
+                found = page
         for other in held:
             self._offer(self._rows[other.layer], other)
         return found
