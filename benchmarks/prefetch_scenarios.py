@@ -100,7 +100,8 @@ class Side:
             folder, cache=slots * page, context=CONTEXT, sweep=64, predict=predict
         )
         if scenario.misled and self.engine._model._schedule is not None:
-            self.engine._model._schedule = Misled(self.engine._model._schedule)  # type: ignore
+            model: Any = self.engine._model  # a schedule in name only stands in
+            model._schedule = Misled(model._schedule)
         self.session: Session = self.engine.session()
         self.session.append([1, 2, 3])
         self.session.logits()

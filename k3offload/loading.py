@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from .checkpoint import Checkpoint
 from .config import parse_size
 from .engine import Engine
 from .find import find_model
-from .machine import default_threads
 from .options import POLICY, PREDICT, Options, Watch
 from .spec import ModelSpec
 from .tiers.device import Device
@@ -82,42 +82,21 @@ def open_engine(
     path: str | Path,
     sizes: Callable[[Tokenizer, ModelSpec], dict[str, int]],
     *,
-    ram: str | int | None = None,
-    cache: str | int | None = None,
-    dtype: str = "bfloat16",
-    trunk: str | None = None,
-    threads: int | None = None,
-    kernels: Mapping[str, str] | None = None,
-    isa: str | None = None,
-    policy: str = POLICY,
-    predict: str = PREDICT,
     device: str | Device = "auto",
-    vram: str | int | None = None,
-    experts_on: str | None = None,
-    trunk_on: str | None = None,
-    adaptive: bool = False,
     watch: Watch | None = None,
+    **how: Any,
 ) -> Engine:
     """``load`` for callers who know ``context``, ``sessions``, ``sweep`` or ``extra`` (bytes they
     will keep themselves) only once they can count tokens: ``sizes`` returns them, given the
-    tokenizer and the spec, before any memory is planned."""
+    tokenizer and the spec, before any memory is planned.  ``how``: the other options of ``load``.
+    """
     folder = find_model(path)
     checkpoint = Checkpoint.open(folder)
     tokenizer = Tokenizer.load(folder, checkpoint.spec)
-    options = Options(
-        ram=None if ram is None else parse_size(ram),
-        cache=None if cache is None else parse_size(cache),
-        dtype=dtype,
-        trunk=trunk,
-        threads=default_threads() if threads is None else threads,
-        kernels=kernels or {},
-        isa=isa,
-        policy=policy,
-        predict=predict,
-        vram=None if vram is None else parse_size(vram),
-        experts_on=experts_on,
-        trunk_on=trunk_on,
-        adaptive=adaptive,
-        **sizes(tokenizer, checkpoint.spec),
-    )
-    return Engine(checkpoint, tokenizer, options, watch or Watch(), device)
+    # what nobody has set keeps the default of ``Options``
+    given = {name: value for name, value in how.items() if value is not None}
+    for name in ("ram", "cache", "vram"):
+        if name in given:
+            given[name] = parse_size(given[name])
+    given.update(sizes(tokenizer, checkpoint.spec))
+    return Engine(checkpoint, tokenizer, Options(**given), watch or Watch(), device)

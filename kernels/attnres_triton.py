@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .rms_norm_triton import aligned, inverse_root_mean, nearest, together
+from .rms_norm_triton import inverse_root_mean, together
+from .triton_round import narrow
 from .triton_run import FUSION, Compiled, Sizes, tables, upcast
+from .triton_weights import aligned
 
 WARPS = 16  #: one row is one program: in decode the only one
 
@@ -49,7 +51,7 @@ def _attnres(
         mixed = mixed * keep + wide * share
         total = total * keep + share
         top = higher
-    tl.store(out + at, nearest(tl.div_rn(mixed, total), TYPE, UPCAST), mask=real)
+    tl.store(out + at, narrow(tl.div_rn(mixed, total), TYPE, UPCAST), mask=real)
 
 
 def attnres(

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .rms_norm_triton import nearest, together
+from .rms_norm_triton import together
+from .triton_round import narrow
 from .triton_run import FUSION, Compiled, Sizes, upcast
 from .workers import Workers
 
@@ -27,7 +28,7 @@ def _combine(
         source = tl.load(at + row * K + j, mask=row < rows, other=0)
         part = tl.load(x + source * N + column, mask=real, other=0.0).to(tl.float32)
         total = total + part * tl.load(weights + row * K + j, mask=row < rows, other=0.0)
-    tl.store(out + row * N + column, nearest(total, out.dtype.element_ty, UPCAST), mask=real)
+    tl.store(out + row * N + column, narrow(total, out.dtype.element_ty, UPCAST), mask=real)
 
 
 def combine(

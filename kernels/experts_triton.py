@@ -34,7 +34,6 @@ from .linear_triton import (
     decode_blocks,
     factor_of,
     member,
-    narrow,
     nothing,
     rows_of,
     scales_of,
@@ -42,6 +41,7 @@ from .linear_triton import (
     tile_of,
     words_of,
 )
+from .triton_round import narrow, rounded
 from .triton_run import Compiled, Sizes
 from .triton_weights import (
     BF16,
@@ -81,20 +81,6 @@ def activated(a, b, beta, linear_beta, SITU: tl.constexpr, CAP: tl.constexpr):
     if CAP:
         b = linear_beta * tanh(b / linear_beta)
     return beta * tanh(a / beta) * s * b if SITU else a * s * b
-
-
-@triton.jit
-def rounded(v, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """float32 rounded to ``DTYPE`` and widened again."""
-    if tl.float32 == DTYPE:
-        y = v
-    elif UPCAST:
-        bits = v.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        y = tl.where(v == v, bits.to(tl.float32, bitcast=True), v)
-    else:
-        y = v.to(DTYPE).to(tl.float32)
-    return y
 
 
 @triton.jit

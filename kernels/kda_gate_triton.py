@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .triton_round import narrow
 from .triton_run import FUSION, Compiled, Sizes
 
 ROWS = 16  #: of a program; whole rows, so it changes no bit
@@ -21,19 +22,6 @@ OPTIONS = {"num_warps": 4, **FUSION}
 @triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def rounded(x, DTYPE: tl.constexpr):
-    """The float32 numbers ``x`` to the nearest of ``DTYPE``, ties to even, still as float32.
-
-    In integers for bfloat16: Triton's interpreter cuts the low half off instead of rounding.
-    """
-    if tl.bfloat16 == DTYPE:
-        bits = x.to(tl.uint32, bitcast=True)
-        near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
-        return tl.where(x == x, near.to(tl.float32, bitcast=True), x)
-    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -96,7 +84,7 @@ def gated_norm_kernel(
     factor = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(weight + i, mask=i < DIM, other=0.0)
     kept: tl.constexpr = out.dtype.element_ty
-    tl.store(out + at, rounded(gated(row, factor, scale, eps, DIM, 1), kept).to(kept), mask=mask)
+    tl.store(out + at, narrow(gated(row, factor, scale, eps, DIM, 1), kept, True), mask=mask)
 
 
 def _grid(rows: int, heads: int) -> tuple[int, int]:

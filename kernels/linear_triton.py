@@ -25,6 +25,7 @@ import triton.language as tl
 
 from . import triton_run
 from .linear_reference import Weight
+from .triton_round import narrow
 from .triton_run import Compiled, Sizes
 from .triton_weights import (
     BF16,
@@ -90,19 +91,6 @@ def power(scale):
 def widen(v):
     """bfloat16 as float32, by bits: the interpreter's conversion is slow."""
     return (v.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def narrow(v, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """float32 rounded to ``DTYPE``, to nearest even; the interpreter rounds bfloat16 wrongly."""
-    if UPCAST and tl.bfloat16 == DTYPE:
-        bits = v.to(tl.int32, bitcast=True)
-        bits = bits + 0x7FFF + ((bits >> 16) & 1)
-        bits = tl.where(v == v, bits >> 16, 0x7FC0)
-        y = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        y = v.to(DTYPE)
-    return y
 
 
 @triton.jit

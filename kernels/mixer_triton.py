@@ -20,7 +20,6 @@ from .kda_gate_triton import (
     ROWS,
     gated,
     log_decay,
-    rounded,
     sigmoid,
     tile_of,
     unit,
@@ -37,6 +36,7 @@ from .kda_triton import (
 )
 from .mixer import UNIT_EPS, MixerRows, MixerWeights
 from .short_conv_triton import convolved, input_at
+from .triton_round import narrow, rounded
 from .triton_run import Compiled, Sizes
 from .workers import Workers
 
@@ -92,7 +92,7 @@ def decode_kernel(
     S, o = delta(S, unit(q, unit_eps, 0) * scale, unit(k, unit_eps, 0), v, g, strength)
     tl.store(cells, S, mask=inside[:, None] & inside[None, :])
     kept: tl.constexpr = out.dtype.element_ty
-    y = rounded(gated(o, factor, weight, eps, DIM, 0), kept)
+    y = rounded(gated(o, factor, weight, eps, DIM, 0), kept, True)
     tl.store(out + channel, y.to(kept), mask=inside)
 
 
@@ -139,7 +139,7 @@ def finish_kernel(
     factor = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(norm + i, mask=i < DIM, other=0.0)
     kept: tl.constexpr = out.dtype.element_ty
-    tl.store(out + at, rounded(gated(x, factor, weight, eps, DIM, 1), kept).to(kept), mask=mask)
+    tl.store(out + at, narrow(gated(x, factor, weight, eps, DIM, 1), kept, True), mask=mask)
     if tl.program_id(0) == 0:
         j = tl.arange(0, D)
         channel = head * DIM + j

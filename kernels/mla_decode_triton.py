@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 
 from .linear_reference import DenseWeight, Weight
-from .rms_norm_triton import aligned, nearest
+from .triton_round import narrow
 from .triton_run import FUSION, Compiled, Sizes, tables, upcast
+from .triton_weights import aligned
 from .workers import Workers
 
 SHARING = 16  #: heads that share a reading of the latents: what a tensor core takes
@@ -46,7 +47,7 @@ def multiply_shares(
 ):
     """``total`` + ``p`` ``v`` where ``p`` is float32 and ``v`` is of ``TYPE``."""
     for _ in tl.static_range(PIECES):
-        part = nearest(p, TYPE, UPCAST)
+        part = narrow(p, TYPE, UPCAST)
         total = multiply(part, v, total, WIDE)
         p = p - part.to(tl.float32)
     return total
@@ -66,7 +67,7 @@ def _lift(
     rest = tl.sum(weight.to(tl.float32) * own[:, None], 0)
     TYPE: tl.constexpr = lifted.dtype.element_ty
     for piece in tl.static_range(PIECES):
-        part = nearest(rest, TYPE, UPCAST)
+        part = narrow(rest, TYPE, UPCAST)
         tl.store(lifted + (piece * heads + head) * K + column, part, mask=column < K)
         rest = rest - part.to(tl.float32)
 

@@ -18,8 +18,9 @@ from ..config import LATENT_BLOCK, ROW_TILE
 from .linear_reference import Weight
 from .mla_decode_triton import KINDS, SHARE_PIECES, multiply, multiply_shares, numbers, padded
 from .mla_prefill_reference import Query
-from .rms_norm_triton import aligned, nearest
+from .triton_round import narrow
 from .triton_run import FUSION, Compiled, Sizes, tables, upcast
+from .triton_weights import aligned
 from .workers import Workers
 
 EXPANDED = 4  #: blocks in the scratch: 50 MB for K3, which a large second cache holds
@@ -49,7 +50,7 @@ def _expand(
         w = tl.load(w, mask=(column[None, :] < N) & (k + at[:, None] < K), other=0.0)
         total = multiply(c, w, total, WIDE)
     where = kv + tile.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(where, nearest(total, kv.dtype.element_ty, UPCAST), mask=column[None, :] < N)
+    tl.store(where, narrow(total, kv.dtype.element_ty, UPCAST), mask=column[None, :] < N)
 
 
 @triton.jit

@@ -10,20 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .triton_round import narrow, rounded
 from .triton_run import FUSION, Compiled, Sizes, upcast
 
 TOGETHER = 32
-
-
-@triton.jit
-def nearest(x, TYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """float32 ``x`` as ``TYPE``, rounded to nearest even (the interpreter's own cast to bfloat16
-    cuts the low bits off)."""
-    if UPCAST and TYPE == tl.bfloat16:  # noqa: SIM300
-        bits = x.to(tl.int32, bitcast=True)
-        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        x = tl.where(x == x, even, 0x7FC00000).to(tl.float32, bitcast=True)
-    return x.to(TYPE)
 
 
 @triton.jit
@@ -45,21 +35,14 @@ def _rms_norm(
     TYPE: tl.constexpr = out.dtype.element_ty
     wide = tl.load(x + row * N + at, mask=real, other=0.0).to(tl.float32)
     factor = tl.load(weight + at, mask=at < N, other=0.0).to(tl.float32)
-    factor = nearest(factor, TYPE, UPCAST).to(tl.float32)
-    normed = nearest(wide * inverse_root_mean(wide, eps, N), TYPE, UPCAST).to(tl.float32)
-    tl.store(out + row * N + at, nearest(normed * factor, TYPE, UPCAST), mask=real)
+    factor = rounded(factor, TYPE, UPCAST)
+    normed = rounded(wide * inverse_root_mean(wide, eps, N), TYPE, UPCAST)
+    tl.store(out + row * N + at, narrow(normed * factor, TYPE, UPCAST), mask=real)
 
 
 def warps_of(width: int) -> int:
     """Warps for a row of ``width`` numbers: a thread holds at most 32 of them."""
     return min(16, max(1, int(triton.next_power_of_2(width)) // 512))
-
-
-def aligned(piece: torch.Tensor) -> torch.Tensor:
-    """``piece`` in one piece, where kernels that get its address from a table may read 16 bytes at
-    a time; a copy only of what lies elsewhere."""
-    piece = piece.contiguous()
-    return piece if piece.data_ptr() % 16 == 0 else piece.clone()
 
 
 def together() -> int:

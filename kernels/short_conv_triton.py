@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .kda_gate_triton import rounded, sigmoid
+from .kda_gate_triton import sigmoid
+from .triton_round import rounded
 from .triton_run import FUSION, Compiled, Sizes
 
 ROWS, CHANNELS = 16, 64  #: of a program; numbers never meet, so they change no bit
@@ -37,7 +38,7 @@ def convolved(x, tail, weight, t, channel, mask, wide, TAPS: tl.constexpr):
     for j in tl.static_range(1, TAPS):
         w = tl.load(weight + channel * TAPS + j, mask=mask, other=0.0)
         y = y + w * input_at(x, tail, t - (TAPS - 1) + j, channel, mask, wide, TAPS)
-    return rounded(y * sigmoid(y), x.dtype.element_ty)
+    return rounded(y * sigmoid(y), x.dtype.element_ty, True)
 
 
 @triton.jit

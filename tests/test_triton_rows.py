@@ -58,9 +58,14 @@ def test_bfloat16_is_rounded_to_nearest_even() -> None:
 # ---- router ----
 
 
-def _route(op: Any, x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, k: int, dec: bool):  # type: ignore[no-untyped-def]
+def _route(
+    op: Any, x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, k: int, decode: bool
+) -> tuple[torch.Tensor, ...]:
     with poisoned():
-        return op.router(x, DenseWeight(gate), bias, k, True, 1.0, SOLO, dec)
+        routed: tuple[torch.Tensor, ...] = op.router(
+            x, DenseWeight(gate), bias, k, True, 1.0, SOLO, decode
+        )
+    return routed
 
 
 @pytest.mark.parametrize("rows", [1, 3, 65])
