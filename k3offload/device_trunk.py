@@ -162,10 +162,14 @@ class DeviceTrunk:
 
 
 def moved(weight: Weight, where: torch.device) -> Weight:
-    """``weight`` with its numbers at ``where``."""
+    """``weight`` with its numbers at ``where``, in memory of their own."""
+
+    def there(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(where, copy=True)
+
     if isinstance(weight, DenseWeight):
-        return DenseWeight(weight.tensor.to(where), weight.aligned)
+        return DenseWeight(there(weight.tensor), weight.aligned)
     if isinstance(weight, Int8Weight):
-        return Int8Weight(weight.q.to(where), weight.scale.to(where))
+        return Int8Weight(there(weight.q), there(weight.scale))
     assert isinstance(weight, Mxfp4Weight)
-    return Mxfp4Weight(weight.packed.to(where), weight.scale.to(where))
+    return Mxfp4Weight(there(weight.packed), there(weight.scale))

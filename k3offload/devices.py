@@ -143,4 +143,9 @@ def beside_device(
               for i, size in enumerate(demand.layers)]  # fmt: skip
     here = state_bytes(spec, options.dtype, options.context)
     there = state_of(spec, options, range(placed.layers))
-    return replace(demand, layers=layers, state=options.sessions * (here - there))
+    return replace(
+        demand,
+        layers=layers,
+        state=options.sessions * (here - there),
+        head_away=placed.head and plan.head_resident,
+    )

@@ -229,7 +229,7 @@ class Weights:
         """The pieces of a page in RAM and where each goes in a slot of a device: close together, at
         boundaries that its kernels like, whatever its place in a file was.  ``CheckpointError`` for
         a page that holds what is no number; on the device nobody looks again."""
-        self._expert(page, buffer)
+        self.expert(page, buffer)  # looks at it once, however often it is copied
         extents = self._checkpoint.expert(page.layer, page.expert).extents
         places = zip(windows(extents)[0], extents, device_starts(extents), strict=True)
         return [(buffer[begin : begin + e.length], to) for begin, e, to in places]

@@ -33,6 +33,7 @@ class Demand:
     extra: int = 0  # what the caller keeps beside the engine
     tables: int = 0  # what the cache policy remembers
     slot_objects: int = 0  # what the engine remembers about the page in a slot
+    head_away: bool = False  # a device holds the head; it only passes through here
 
     @property
     def place(self) -> int:
@@ -199,7 +200,7 @@ def _with_buffers(demand: Demand, room: int, count: int) -> _Trunk | None:
         layers = [i for i, size in enumerate(demand.layers) if size > ring]
         used = sum(demand.layers[i] for i in layers)
         rest = [i for i, size in enumerate(demand.layers) if size <= ring]
-        for head in (True, False):
+        for head in (False,) if demand.head_away else (True, False):
             buffers = count * ring + (0 if head else _head_buffer(demand))
             resident = used + ((demand.head or demand.embed) if head else 0)
             if resident + buffers > room:

@@ -122,6 +122,15 @@ def test_an_adaptive_backend_needs_experts_on_the_device() -> None:
         logits(device=FakeDevice(400 << 20), experts_on="cpu", adaptive=True)
 
 
+def test_a_head_that_the_device_holds_is_not_kept_in_ram_too() -> None:
+    with load("nano", context=64, device=FakeDevice(400 << 20), vram="60M") as engine:
+        assert engine.accelerator is not None and engine.accelerator.plan.head_resident
+        assert not engine.plan.head_resident
+    place = {"trunk_on": "split:7"}  # the head stays with the CPU
+    with load("nano", context=64, device=FakeDevice(400 << 20), vram="60M", **place) as engine:
+        assert engine.plan.head_resident
+
+
 def test_r33_memory_that_cannot_be_locked(alone: Logits) -> None:
     """One warning that names the limit; nothing else changes."""
     told: list[str] = []
