@@ -126,8 +126,9 @@ def test_a_head_that_the_device_holds_is_not_kept_in_ram_too() -> None:
     with load("nano", context=64, device=FakeDevice(400 << 20), vram="60M") as engine:
         assert engine.accelerator is not None and engine.accelerator.plan.head_resident
         assert not engine.plan.head_resident
-    place = {"trunk_on": "split:7"}  # the head stays with the CPU
-    with load("nano", context=64, device=FakeDevice(400 << 20), vram="60M", **place) as engine:
+    with load(  # the head stays with the CPU
+        "nano", context=64, device=FakeDevice(400 << 20), vram="60M", trunk_on="split:7"
+    ) as engine:
         assert engine.plan.head_resident
 
 
