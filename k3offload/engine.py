@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,7 @@ from .scheduler.schedule import Schedule, predictor_named
 from .scheduler.store import ExpertStore
 from .scheduler.sweep import cut
 from .session import Session
+from .session_load import load_session
 from .spec import ModelSpec
 from .state import Ledger, SequenceState
 from .tiers.base import PageId
@@ -90,6 +92,7 @@ class Engine:
         watch: Watch,
         device: str | Device = "auto",
     ) -> None:
+        self.checkpoint = checkpoint
         self.spec: ModelSpec = checkpoint.spec
         self.tokenizer = tokenizer
         self.options = options
@@ -228,6 +231,18 @@ class Engine:
         """An empty session.  Raises ``DoesNotFit`` if its state has no room in the plan."""
         self._open()
         return Session(self)
+
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """The session that ``Session.save`` left in the folder ``path``.
+
+        Raises ``SessionError`` naming what differs (model, tokenizer, precision) or the file that
+        is damaged, ``UsageError`` if it is longer than the context, ``DoesNotFit``.
+        """
+        self._open()
+        session, notes = load_session(self, path)
+        for note in notes:
+            self._watch.warn(note)
+        return session
 
     def new_state(self) -> SequenceState:
         homes = self.accelerator.homes(self._ledger) if self.accelerator else None

@@ -149,7 +149,7 @@ class Model:
                 run.state.broken = f"a sweep was interrupted ({type(error).__name__}: {error})"
             raise
         for run in runs:
-            run.state.position += len(run.tokens)
+            run.state.advance(len(run.tokens), run.decode)
             run.state.broken = None if run.error is None else run.error.problem.rstrip(".")
 
     def _embed(self, runs: Sequence[Run], groups: Sequence[Group]) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""One timeline of tokens: append, compute, fork, snapshot, rewind, reset."""
+"""One timeline of tokens: append, compute, fork, snapshot, rewind, reset, save."""
 
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from .errors import SessionError, UsageError
 from .sampling import Sampling
+from .session_save import Saved, save
 from .state import SequenceState
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Session:
         self._tokens: list[int] = []
         self._sampled = 0  # how many tokens at the end were sampled and are not computed yet
         self._logits: npt.NDArray[np.float32] | None = None
+        self._saved: Saved | None = None
 
     # ---- what it holds ----
 
@@ -76,6 +79,16 @@ class Session:
     def decoding(self) -> bool:
         """Whether the waiting tokens are exactly one that was sampled."""
         return self._sampled == 1 and len(self._tokens) - self.state.position == 1
+
+    @property
+    def sampled(self) -> int:
+        """1 if the last token was sampled and is not computed yet, else 0."""
+        return self._sampled if self.waiting() else 0
+
+    @property
+    def known_logits(self) -> npt.NDArray[np.float32] | None:
+        """The logits after the last computed token; None before anything was computed."""
+        return self._logits
 
     # ---- what it does ----
 
@@ -154,8 +167,28 @@ class Session:
         """An independent session with the same past; full latent blocks are shared."""
         other = Session(self.engine, self.state.copy())
         other._tokens, other._sampled = list(self._tokens), self._sampled
-        other._logits = self._logits
+        other._logits, other._saved = self._logits, self._saved
         return other
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write everything to the folder ``path``; ``Engine.load_session`` goes on from there.
+
+        Returns the bytes written: a later save into the same folder writes what is new, the open
+        chunk and the KDA state.  Until it is complete, the folder holds the save before it.
+        Raises ``UsageError`` for a folder of something else, ``SessionError`` if it cannot be
+        written; the session goes on either way.
+        """
+        self._saved, written = save(self, path, self._saved)
+        return written
+
+    def restore(
+        self, tokens: Sequence[int], sampled: int, logits: npt.NDArray[np.float32] | None,
+        saved: Saved,
+    ) -> None:  # fmt: skip
+        """Called by what has read the state from ``saved``: the rest of it."""
+        self._tokens, self._sampled, self._saved = list(tokens), sampled, saved
+        if logits is not None:
+            self.keep_logits(logits)
 
     def reset(self) -> None:
         """Forget everything, as if opened anew."""

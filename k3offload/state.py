@@ -7,13 +7,14 @@ charged to the engine's ledger before it is allocated.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from .config import LATENT_BLOCK, show_size
+from .config import KDA_CHUNK, LATENT_BLOCK, show_size
 from .errors import DoesNotFit, SessionError
 from .spec import ModelSpec
 
@@ -61,10 +62,17 @@ class Home(NamedTuple):
     ledger: Ledger
 
 
+_SERIALS = itertools.count()
+
+
 class _Block:
-    """Rows of one latent block; ``data`` beyond the owner's length is never read."""
+    """Rows of one latent block; ``data`` beyond the owner's length is never read.
+
+    No other block of this process has the same ``serial``; rows never change once written.
+    """
 
     def __init__(self, home: Home, width: int, dtype: torch.dtype) -> None:
+        self.serial = next(_SERIALS)
         size = LATENT_BLOCK * width * dtype.itemsize
         home.ledger.charge(self, size, f"A latent block of {LATENT_BLOCK} tokens")
         self.data = torch.empty(LATENT_BLOCK, width, dtype=dtype, device=home.where)
@@ -74,7 +82,7 @@ class Latents:
     """The MLA latents of one layer of one sequence: [length, kv_lora + rope]."""
 
     def __init__(self, home: Home, width: int, dtype: torch.dtype) -> None:
-        self._home, self._width, self._dtype = home, width, dtype
+        self._home, self.width, self.dtype = home, width, dtype
         self._blocks: list[_Block] = []
         self.length = 0
 
@@ -93,7 +101,7 @@ class Latents:
     def reserve(self, count: int) -> None:
         """Make room for ``count`` more tokens; ``DoesNotFit`` if the ledger has none."""
         while len(self._blocks) * LATENT_BLOCK < self.length + count:
-            self._blocks.append(_Block(self._home, self._width, self._dtype))
+            self._blocks.append(_Block(self._home, self.width, self.dtype))
 
     def release(self) -> None:
         """Give back what was reserved and holds no token."""
@@ -108,11 +116,16 @@ class Latents:
         """Block ``index`` as it lies, [256, width]; rows beyond ``length`` may hold anything."""
         return self._blocks[index].data
 
+    @property
+    def serials(self) -> list[int]:
+        """One number for each block: blocks of the same number share their rows."""
+        return [block.serial for block in self._blocks[: self.blocks]]
+
     def copy(self) -> Latents:
-        other = Latents(self._home, self._width, self._dtype)
+        other = Latents(self._home, self.width, self.dtype)
         other._blocks, other.length = self._blocks[: self.blocks], self.length
         if self.length % LATENT_BLOCK:  # the open block is the only one that may still change
-            last = _Block(self._home, self._width, self._dtype)
+            last = _Block(self._home, self.width, self.dtype)
             last.data.copy_(other._blocks[-1].data)
             other._blocks[-1] = last
         return other
@@ -132,6 +145,7 @@ class SequenceState:
     ) -> None:
         self.spec, self._dtype, self._ledger = spec, dtype, ledger
         self.position = 0
+        self.cold = True  # all of it was prefilled, and never cut inside a chunk
         self.broken: str | None = None  # why the state cannot be used any more
         here = Home(torch.device("cpu"), ledger)
         self._home_of = home_of = home_of or (lambda layer: here)
@@ -177,11 +191,16 @@ class SequenceState:
                 latents.release()
             raise
 
+    def advance(self, count: int, decode: bool) -> None:
+        """``count`` more tokens are computed, as a decode run or as a prompt's."""
+        self.cold = self.cold and not decode and self.position % KDA_CHUNK == 0
+        self.position += count
+
     def copy(self) -> SequenceState:
         """An independent copy; full latent blocks are shared since they never change."""
         self.usable()
         other = SequenceState(self.spec, self._dtype, self._ledger, self._home_of)
-        other.position = self.position
+        other.position, other.cold = self.position, self.cold
         for layer, matrix in self.kda.items():
             other.kda[layer].copy_(matrix)
             other.conv[layer].copy_(self.conv[layer])

@@ -1,0 +1,242 @@
+"""The folder of a saved session: which files it has, and the manifest that makes them one save.
+
+    PATH/manifest.json              names one save, its files with sizes and checksums
+    PATH/save-000003/state.bin      KDA states and conv tails by layer, then the last logits
+    PATH/save-000003/tokens.bin     token ids, int32
+    PATH/save-000003/latents/       a zarr v3 group: an array [tokens, width] for each MLA layer,
+                                    whole chunks only
+    PATH/save-000003/open/3.bin     the latents of layer 3 behind its last whole chunk
+
+The manifest is replaced in one step, after everything it names is on the disk, so a reader sees one
+save or the next and never a mix.  Saves share files by hard links.  ``tokens.bin`` and ``open`` may
+grow in place: what a save does not know of is behind the bytes that it names, and not looked at.
+
+This file knows files and nothing of engines.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+try:
+    import zarr
+except ImportError:  # it needs Python 3.11
+    zarr = None
+
+from .config import LATENT_BLOCK
+from .errors import SessionError
+from .paths import show_path
+from .spec import ModelSpec
+
+FORMAT: Final = 1
+MANIFEST: Final = "manifest.json"
+STATE, TOKENS, LATENTS = "state.bin", "tokens.bin", "latents"
+CHUNK: Final = 16 * LATENT_BLOCK  #: tokens of a chunk file: 4.7 MB of K3's latents in bfloat16
+_SAVE = re.compile(r"save-(\d{6,})")
+_PIECE = 1 << 20  #: bytes read at a time
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one save holds.  ``files``: name below the save's folder -> (bytes, crc32)."""
+
+    save: str
+    identity: dict[str, Any]
+    computed_by: dict[str, Any]
+    position: int  #: tokens that the state covers
+    tokens: int  #: tokens in all
+    sampled: int  #: how many at the end were sampled and are not computed
+    cold: bool  #: ``SequenceState.cold``
+    logits: bool  #: whether the logits after ``position`` are there
+    files: dict[str, tuple[int, int]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(size for size, _ in self.files.values())
+
+
+def zarr_library() -> Any:
+    """The zarr module; raises ``SessionError`` where it is not installed."""
+    if zarr is None:
+        raise SessionError(
+            "Saved sessions need zarr, which is not installed.", "Use Python 3.11 or later."
+        )
+    return zarr
+
+
+def layer_chunk(layer: int, chunk: int) -> str:
+    """Name of a chunk of an MLA layer's latents below the save's folder."""
+    return f"{LATENTS}/{layer}/c.{chunk}.0"
+
+
+def layer_open(layer: int) -> str:
+    """Name of the rows behind the last whole chunk of an MLA layer."""
+    return f"open/{layer}.bin"
+
+
+def file_sizes(spec: ModelSpec, item: int, manifest: Manifest) -> dict[str, int | None]:
+    """Every file that such a save has, and its bytes where they are known; ``item``: bytes of a
+    number of the state."""
+    row, position = spec.mla.latent * item, manifest.position
+    sizes: dict[str, int | None] = {
+        STATE: spec.kda_state_bytes(item) + (spec.vocab * 4 if manifest.logits else 0),
+        TOKENS: manifest.tokens * 4,
+        f"{LATENTS}/zarr.json": None,
+    }
+    for layer in spec.mla_layers:
+        sizes |= {layer_chunk(layer, i): CHUNK * row for i in range(position // CHUNK)}
+        sizes[layer_open(layer)] = position % CHUNK * row
+        sizes[f"{LATENTS}/{layer}/zarr.json"] = None
+    return sizes
+
+
+def _line(content: dict[str, Any]) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the session in folder ``path``.
+
+    Raises ``SessionError`` naming the file if there is none, if it is damaged, or if its format is
+    of another number.
+    """
+    place = path / MANIFEST
+    try:
+        data = place.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SessionError(
+            f"{show_path(path)} holds no saved session: there is no {MANIFEST}.",
+            "Save one there first.",
+        ) from error
+    try:
+        content = json.loads(data)
+        number = content["format"]
+        if type(number) is int and number != FORMAT:
+            raise SessionError(
+                f"{show_path(place)} has format {number}, and this version reads {FORMAT}.",
+                "Use the version of k3offload that wrote it, or start the session anew.",
+            )
+        check = content.pop("crc32")
+        if check != zlib.crc32(_line(content).encode()):
+            raise ValueError("its checksum is wrong")
+        if data != _line({**content, "crc32": check}).encode():
+            raise ValueError("it is not as it was written")
+        del content["format"]
+        files = {name: (int(size), int(crc)) for name, (size, crc) in content.pop("files").items()}
+        made = Manifest(files=files, **content)
+        fine = 0 <= made.position <= made.tokens and 0 <= made.sampled <= 1
+        if not _SAVE.fullmatch(made.save) or not fine:
+            raise ValueError("its fields contradict each other")
+        return made
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(place, str(error)) from error
+
+
+def damaged(place: Path, what: str) -> SessionError:
+    """The error of a file of a saved session that is not as it was written."""
+    return SessionError(
+        f"{show_path(place)} is damaged: {what}.",
+        "It is left as it is. Copy it again from where it is whole, or start the session anew.",
+    )
+
+
+def publish(path: Path, manifest: Manifest) -> int:
+    """Make ``manifest`` the one of folder ``path``; all its files are on the disk already.
+
+    Returns the bytes written.
+    """
+    content: dict[str, Any] = {"format": FORMAT, **asdict(manifest)}
+    data = _line({**content, "crc32": zlib.crc32(_line(content).encode())}).encode()
+    partial = path / f"{MANIFEST}.{manifest.save}"
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path / MANIFEST)
+    sync(path)
+    return len(data)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def next_save(path: Path) -> str:
+    """A name for a save that folder ``path`` has not seen yet."""
+    found = [_SAVE.fullmatch(entry.name) for entry in path.iterdir()]
+    return f"save-{max((int(m[1]) for m in found if m), default=0) + 1:06d}"
+
+
+def sweep_out(path: Path, keep: str | None) -> None:
+    """Delete what interrupted or older saves left in folder ``path``, all but the save ``keep``."""
+    for entry in path.iterdir():
+        if entry.name.startswith(f"{MANIFEST}.save-"):
+            entry.unlink(missing_ok=True)
+        elif _SAVE.fullmatch(entry.name) and entry.name != keep:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether folder ``path`` holds nothing but what saves put there."""
+    return all(e.name.startswith(MANIFEST) or _SAVE.fullmatch(e.name) for e in path.iterdir())
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Nobody else saves into folder ``path`` meanwhile; the lock ends with the process."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
+
+
+def check_files(path: Path, manifest: Manifest, wanted: dict[str, int | None]) -> None:
+    """Read every file of ``manifest`` and compare it with its checksum.
+
+    Raises ``SessionError`` naming the first that is missing, cut or damaged, or the manifest if it
+    has others than ``wanted``, which may know their bytes.
+    """
+    for name in sorted(set(wanted) ^ set(manifest.files)):
+        raise damaged(path / MANIFEST, f"{name} should {'' if name in wanted else 'not '}be there")
+    for name, (size, crc) in sorted(manifest.files.items()):
+        place = path / manifest.save / name
+        if wanted[name] not in (None, size):
+            raise damaged(path / MANIFEST, f"{name} has {size:,} bytes instead of {wanted[name]:,}")
+        try:
+            found, total = crc_of(place, size)
+        except OSError as error:
+            raise SessionError(
+                f"{show_path(place)} cannot be read: {error.strerror}.",
+                "The saved session is not complete; copy it again or start anew.",
+            ) from error
+        if total != size:
+            raise damaged(place, f"it has {total:,} bytes and was written with {size:,}")
+        if found != crc:
+            raise damaged(place, "its checksum is wrong")
+
+
+def crc_of(place: Path, most: int) -> tuple[int, int]:
+    """Checksum and length of the first ``most`` bytes of a file.  Raises ``OSError``."""
+    crc, total = 0, 0
+    with place.open("rb", buffering=0) as file:
+        while piece := file.read(min(_PIECE, most - total)):
+            crc, total = zlib.crc32(piece, crc), total + len(piece)
+    return crc, total
