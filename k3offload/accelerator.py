@@ -29,7 +29,7 @@ from .kernels.workers import single_threaded
 from .layer_moe import Side, activation
 from .model import Sides
 from .open_device import vram_limit
-from .options import Options
+from .options import Options, Watch
 from .registry import implementations
 from .scheduler.plan import Demand, Plan
 from .scheduler.store import ExpertStore
@@ -172,3 +172,14 @@ class Accelerator:
             last.callback(self._ends.close)
             for name in ("store", "adaptive", "trunk", "kernels"):
                 self.__dict__.pop(name, None)  # and with them the device's memory
+
+
+def in_service(
+    device: Device, checkpoint: Checkpoint, options: Options, kernels: Kernels, watch: Watch
+) -> Accelerator:
+    """The device in our service; closed again if it cannot be."""
+    try:
+        return Accelerator(device, checkpoint, options, kernels, watch.warn)
+    except BaseException:
+        device.close()
+        raise

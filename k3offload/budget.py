@@ -32,9 +32,11 @@ def demand_of(
     trunk: str = "bfloat16",
     backend: Backend = BACKEND,
     policy: str = "reuse",
+    prefixes: int = 0,
 ) -> Demand:
     """The demand of ``layout`` for ``sessions`` sequences of up to ``context`` tokens, activations
-    in ``dtype``, the trunk held in the precision ``trunk``, slots kept by ``policy``."""
+    in ``dtype``, the trunk held in the precision ``trunk``, slots kept by ``policy``, ``prefixes``
+    bytes of snapshots that they share."""
     spec, every, slot = layout.spec, layout.globals(), slot_size(layout)
     return Demand(
         base=base,
@@ -53,6 +55,7 @@ def demand_of(
         experts=spec.expert_count,
         top_k=spec.moe.top_k if spec.moe else 0,
         extra=extra,
+        prefixes=prefixes,
     )
 
 

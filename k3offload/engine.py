@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from .accelerator import Accelerator
+from .accelerator import Accelerator, in_service
 from .budget import demand_of
 from .budget_kernels import Backend
 from .checkpoint import Checkpoint
@@ -26,6 +27,8 @@ from .model import Hooks, Model, Run, Sides
 from .open_device import open_device
 from .options import Options, Watch, limits_of
 from .precision import choose_precision
+from .prefix_folder import PrefixFolder
+from .prefixes import Prefixes
 from .registry import implementations
 from .scheduler.counts import Counts
 from .scheduler.plan import Demand, Plan, make_plan
@@ -45,33 +48,6 @@ from .warmup import warm_up
 from .weights import Weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def _of_a_device(options: Options) -> str:
-    """The first option that was given and means nothing without a device; empty if none."""
-    given = {
-        "--vram": options.vram,
-        "--experts-on": options.experts_on,
-        "--trunk-on": options.trunk_on,
-        "--adaptive-backend": options.adaptive or None,
-    }
-    return next((name for name, value in given.items() if value is not None), "")
-
-
-def _accelerator(
-    device: Device, checkpoint: Checkpoint, options: Options, kernels: Kernels, watch: Watch
-) -> Accelerator:
-    """The device in our service; closed again if it cannot be."""
-    try:
-        return Accelerator(device, checkpoint, options, kernels, watch.warn)
-    except BaseException:
-        device.close()
-        raise
-
-
-def _for_cpu(kernels: Mapping[str, str]) -> dict[str, str]:
-    """What of ``--kernel`` is meant for the CPU."""
-    return {op: backend for op, backend in kernels.items() if backend != TRITON}
 
 
 def backend_of(kernels: Kernels) -> Backend:
@@ -97,7 +73,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.options = options
         self.hooks = Hooks()
-        self._watch = watch
+        self._watch, self.warn = watch, watch.warn
         self._lock = threading.RLock()
         self._closed = False
         self._passed_over: WeakSet[Session] = WeakSet()  # got nothing in the last sweep
@@ -106,15 +82,17 @@ class Engine:
         self._workers = Workers(options.threads)
         opened, self.device_line = open_device(device)
         self._any_device = device == "auto"
-        if opened is None and (inert := _of_a_device(options)):
+        if opened is None and (inert := options.of_a_device):
             if device == "cpu":
                 raise UsageError(f"{inert} is about a GPU.", "Leave it out, or --device cpu.")
             watch.warn(f"{inert} has no effect: {self.device_line}")
-        wanted = options.kernels if opened is None else _for_cpu(options.kernels)
+        wanted = dict(options.kernels)
+        if opened is not None:  # Triton's are meant for the device
+            wanted = {op: backend for op, backend in wanted.items() if backend != TRITON}
         self.kernels = Kernels(self._workers, wanted, options.isa)
         self.accelerator: Accelerator | None = None
         if opened is not None:
-            self.accelerator = _accelerator(opened, checkpoint, options, self.kernels, watch)
+            self.accelerator = in_service(opened, checkpoint, options, self.kernels, watch)
         self.disk = DiskTier(
             checkpoint.files, lambda page: checkpoint.expert(*page).extents, watch.warn
         )
@@ -143,6 +121,7 @@ class Engine:
             extra=options.extra,
             policy=options.policy,
             backend=backend_of(self.kernels),
+            prefixes=options.prefix_bytes(checkpoint.spec),
         )
         limits = limits_of(machine, options)
         demand, there = self._beside(demand)
@@ -173,6 +152,7 @@ class Engine:
             if there is not None:
                 there.load_experts(self.weights, self.store, slab.bytes, self.disk)
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
+        self.prefixes = self._prefixes(demand.prefixes)
         self._counts = {
             "experts": self.store.counts if self.store else Counts(),
             "trunk": self.weights.counts,
@@ -212,6 +192,14 @@ class Engine:
             there.trunk, there.adaptive or store, there.sides(), self._dtype, schedule
         )
 
+    def _prefixes(self, size: int) -> Prefixes | None:
+        """The store of shared snapshots, where ``size`` bytes are given to it."""
+        below, options = None, self.options
+        if options.prefix_dir is not None:
+            below = PrefixFolder(self, options.prefix_dir, options.prefix_disk)
+        make = partial(SequenceState, self.spec, self._dtype)
+        return Prefixes(size, make, below) if size else None
+
     def _schedule(self, store: ExpertStore | None) -> Schedule | None:
         """Look-ahead, where experts are missing at all."""
         moe = self.spec.moe
@@ -241,12 +229,16 @@ class Engine:
         self._open()
         session, notes = load_session(self, path)
         for note in notes:
-            self._watch.warn(note)
+            self.warn(note)
         return session
 
-    def new_state(self) -> SequenceState:
+    def new_state(self, snapshot: SequenceState | None = None) -> SequenceState:
+        """An empty state, or one that goes on from ``snapshot``.  Raises ``DoesNotFit``."""
         homes = self.accelerator.homes(self._ledger) if self.accelerator else None
-        return SequenceState(self.spec, self._dtype, self._ledger, homes)
+        state = SequenceState(self.spec, self._dtype, self._ledger, homes)
+        if snapshot is not None:
+            state.take(snapshot)
+        return state
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; spellings of special tokens are ordinary text."""
@@ -286,6 +278,8 @@ class Engine:
         turn = sorted(sessions, key=lambda s: (s not in self._passed_over, not s.decoding))
         self._passed_over.clear()
         for session in turn:
+            if self.prefixes is not None:
+                self.prefixes.jump(session)
             waiting = session.waiting()
             taken_rows = sum(len(run.tokens) for run in runs)
             count = self._share(session, len(waiting), taken_rows)
@@ -294,13 +288,21 @@ class Engine:
                 continue
             try:
                 session.state.reserve(count)
+                session.prepare(count)
             except DoesNotFit as error:  # its traceback would keep the others' states alive
                 failed[session] = error.with_traceback(None)
+                session.state.settle()
                 continue
+            if self.prefixes is not None:
+                self.prefixes.mark(session, count)
             taken.append(session)
             runs.append(Run(session.state, waiting[:count], 1, session.decoding))
         if runs:
-            self.run(runs, lambda i, position, row: taken[i].keep_logits(row[0].numpy()))
+            try:
+                self.run(runs, lambda i, position, row: taken[i].keep_logits(row[0].numpy()))
+            finally:
+                for session in taken:
+                    session.state.settle()
         failed.update({s: r.error for s, r in zip(taken, runs, strict=True) if r.error})
         return failed
 

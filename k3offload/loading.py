@@ -36,6 +36,9 @@ def load(
     experts_on: str | None = None,
     trunk_on: str | None = None,
     adaptive: bool = False,
+    prefix_cache: str | int | None = None,
+    prefix_dir: str | None = None,
+    prefix_disk: str | int | None = None,
     watch: Watch | None = None,
 ) -> Engine:
     """Open the model in folder ``path`` (or ``"nano"``, the one that comes with the package).
@@ -49,33 +52,18 @@ def load(
     ``predict``: which expert leaves a full cache, and which are read ahead; ``device``: ``auto``,
     ``cuda``, ``cuda:N`` or ``cpu``; ``vram``: bytes of it to use; ``experts_on``, ``trunk_on``:
     ``gpu``, ``cpu``, and for the trunk ``split:N``, the first N layers; ``adaptive``: let the
-    CPU compute experts that would have to be copied, where that is quicker.  None but ``dtype``,
-    ``trunk``, ``kernels``, ``isa``, ``adaptive`` and what is computed where changes a bit of the
-    results, as long as ``sweep`` is a multiple of 64.
+    CPU compute experts that would have to be copied, where that is quicker; ``prefix_cache``: bytes
+    of snapshots that prompts with the same beginning share, written to the folder ``prefix_dir``
+    as well, at most ``prefix_disk`` bytes of them.  None but ``dtype``, ``trunk``, ``kernels``,
+    ``isa``, ``adaptive`` and what is computed where changes a bit of the results, as long as
+    ``sweep`` is a multiple of 64.
 
     Raises ``ConfigError``, ``CheckpointError``, ``TokenizerError``, or ``DoesNotFit`` with the
     missing bytes, before any weight is read.
     """
-    sizes = {"context": context, "sessions": sessions, "sweep": sweep}
-    return open_engine(
-        path,
-        lambda tokenizer, spec: sizes,
-        ram=ram,
-        cache=cache,
-        dtype=dtype,
-        trunk=trunk,
-        threads=threads,
-        kernels=kernels,
-        isa=isa,
-        policy=policy,
-        predict=predict,
-        device=device,
-        vram=vram,
-        experts_on=experts_on,
-        trunk_on=trunk_on,
-        adaptive=adaptive,
-        watch=watch,
-    )
+    how: dict[str, Any] = dict(locals())  # the arguments, nothing else is there yet
+    sizes = {name: how.pop(name) for name in ("context", "sessions", "sweep")}
+    return open_engine(how.pop("path"), lambda tokenizer, spec: sizes, **how)
 
 
 def open_engine(
@@ -95,7 +83,7 @@ def open_engine(
     tokenizer = Tokenizer.load(folder, checkpoint.spec)
     # what nobody has set keeps the default of ``Options``
     given = {name: value for name, value in how.items() if value is not None}
-    for name in ("ram", "cache", "vram"):
+    for name in ("ram", "cache", "vram", "prefix_cache", "prefix_disk"):
         if name in given:
             given[name] = parse_size(given[name])
     given.update(sizes(tokenizer, checkpoint.spec))

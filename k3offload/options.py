@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from .budget import state_bytes
+from .config import KDA_CHUNK
 from .errors import UsageError
 from .machine import Machine, default_threads
 from .registry import names
 from .scheduler.plan import Limits, Plan
 from .scheduler.schedule import predictor_named
+from .spec import ModelSpec
 
 DTYPES = ("bfloat16", "float32")  #: of the activations
 THREADS_PER_PROCESSOR = 4
+PREFIX_DISK = 16 * 10**9  #: bytes
 POLICY, PREDICT = "reuse", "combined"  #: chosen by measurement, see LOG.md
 
 
@@ -37,6 +41,9 @@ class Options:
     experts_on: str | None = None  # gpu or cpu; None: gpu where there is one
     trunk_on: str | None = None  # gpu, cpu or split:N; None: gpu where there is one
     adaptive: bool = False  # CPU or device for each expert, whichever ends sooner
+    prefix_cache: int | None = None  # bytes of shared snapshots; None: as few as prefix_dir needs
+    prefix_dir: str | None = None  # where they are written to as well
+    prefix_disk: int = PREFIX_DISK  # bytes of them there
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -51,6 +58,32 @@ class Options:
         most = THREADS_PER_PROCESSOR * default_threads()
         if self.threads > most:
             raise UsageError(f"threads is {self.threads}.", f"Use {most} at most on this machine.")
+
+    @property
+    def of_a_device(self) -> str:
+        """The first option that was given and means nothing without a device; empty if none."""
+        given = {
+            "--vram": self.vram,
+            "--experts-on": self.experts_on,
+            "--trunk-on": self.trunk_on,
+            "--adaptive-backend": self.adaptive or None,
+        }
+        return next((name for name, value in given.items() if value is not None), "")
+
+    def prefix_bytes(self, spec: ModelSpec) -> int:
+        """Bytes in RAM of snapshots that sessions share.
+
+        Raises ``UsageError`` if that is less than the smallest snapshot.
+        """
+        if self.prefix_cache is None:
+            return 0 if self.prefix_dir is None else state_bytes(spec, self.dtype, self.context)
+        least = state_bytes(spec, self.dtype, KDA_CHUNK)
+        if 0 < self.prefix_cache < least or (self.prefix_dir and not self.prefix_cache):
+            raise UsageError(
+                f"A prefix cache of {self.prefix_cache:,} bytes holds not one snapshot.",
+                f"Give it {least:,} bytes or more, or leave it out.",
+            )
+        return self.prefix_cache
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from .errors import SessionError, UsageError
+from .config import KDA_CHUNK
+from .errors import DoesNotFit, SessionError, UsageError
 from .sampling import Sampling
 from .session_save import Saved, save
 from .state import SequenceState
@@ -46,6 +49,9 @@ class Session:
         self._sampled = 0  # how many tokens at the end were sampled and are not computed yet
         self._logits: npt.NDArray[np.float32] | None = None
         self._saved: Saved | None = None
+        self._wanted: set[int] = set()  # where to keep a snapshot
+        self._kept: dict[int, SequenceState] = {}  # the snapshots, by position
+        self.reused = 0  #: tokens that were taken from a snapshot when it last began or went back
 
     # ---- what it holds ----
 
@@ -159,6 +165,7 @@ class Session:
             raise SessionError("This snapshot is of another engine.", "Take one of this session.")
         _ = self.state  # a closed session stays closed
         self._state = None  # freed before its replacement is made
+        self._forget_marks()
         self._state = snapshot.state.copy()
         self._tokens = list(snapshot.tokens)
         self._sampled, self._logits = snapshot.sampled, snapshot.logits
@@ -194,8 +201,102 @@ class Session:
         """Forget everything, as if opened anew."""
         _ = self.state  # a closed session stays closed
         self._state = None  # freed before its replacement is made
+        self._forget_marks()
         self._state = self.engine.new_state()
         self._tokens, self._sampled, self._logits = [], 0, None
+
+    def _forget_marks(self) -> None:
+        self._wanted, self._kept, self.reused = set(), {}, 0
+
+    # ---- going back ----
+
+    def mark(self, position: int) -> None:
+        """Keep a snapshot when the prompt passes ``position`` (rounded down to a multiple of 64),
+        for ``truncate`` and ``sync`` to go back to.  It counts as a sequence state of its own.
+
+        Raises ``UsageError`` if the session is past there, or not prefilled from nothing.
+        """
+        position = position // KDA_CHUNK * KDA_CHUNK
+        if position <= self.position or not self.cold:
+            raise UsageError(
+                f"There can be no snapshot after {position} tokens: {self.position} are computed.",
+                "Mark a position of the prompt before it is computed, a multiple of 64.",
+            )
+        self._wanted.add(position)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from number ``length`` on.
+
+        What is behind the longest snapshot before them is computed anew, as a prompt, when it is
+        needed: the bits are those of a session that was never longer.
+        """
+        if not 0 <= length <= self.length:
+            raise UsageError(
+                f"There is no token {length} to go back to.", f"Give 0 to {self.length}."
+            )
+        state = self._state
+        if state is None or state.broken is not None or length < state.position:
+            self._go_back(length)
+        if length < self.length:
+            del self._tokens[length:]
+            self._sampled = 0
+
+    def sync(self, tokens: Sequence[int]) -> int:
+        """Make ``tokens`` the timeline, keeping what is computed as far as they agree with it.
+
+        Returns how many of them need not be computed.  A session that is only continued goes on
+        from where it is, decoded tokens included, as with ``append``.
+        """
+        ids = self._ids(tokens)
+        same = 0
+        for old, new in zip(self._tokens, ids, strict=False):
+            if old != new:
+                break
+            same += 1
+        self.truncate(same)
+        self.append(ids[same:])
+        return self.position
+
+    def _go_back(self, length: int) -> None:
+        """To the longest snapshot that leaves a token of ``length`` to compute."""
+        _ = self.state  # a closed session stays closed
+        self._state = None  # freed before its replacement is made
+        self._kept = {p: kept for p, kept in self._kept.items() if p < length}
+        self._wanted = {position for position in self._wanted if position < length}
+        self._state = self.engine.new_state()
+        self._logits, self._sampled, self.reused = None, 0, 0
+        if self._kept:
+            self._state.take(self._kept[max(self._kept)])
+            self.reused = self._state.position
+
+    def go_on(self, make: Callable[[], SequenceState]) -> None:
+        """Called by who can ``make`` a state after some of the tokens, further than this one is.
+        An error of it leaves the session at its beginning."""
+        self._state = None  # freed before its replacement is made
+        try:
+            self._state = make()
+        finally:
+            self._state = self._state or self.engine.new_state()
+        self.reused = self._state.position
+
+    @property
+    def cold(self) -> bool:
+        """Whether a prompt may go on from here with the bits of one prefilled from nothing."""
+        return self.state.cold and self.position % KDA_CHUNK == 0 and not self.sampled
+
+    def prepare(self, count: int) -> None:
+        """Called by the engine before it computes ``count`` more tokens.  Raises ``DoesNotFit``."""
+        if self._wanted and self.cold:
+            for position in self._wanted:
+                if self.position < position <= self.position + count:
+                    self.state.mark(
+                        position, self.engine.new_state(), partial(self._keep, position)
+                    )
+
+    def _keep(self, position: int, snapshot: SequenceState) -> None:
+        with suppress(DoesNotFit):  # without it going back costs more, and changes nothing else
+            snapshot.take_latents(self.state, position)
+            self._kept[position] = snapshot
 
     def keep_logits(self, row: npt.NDArray[np.float32]) -> None:
         """Called by the engine with the logits after the last computed token, [vocab]."""
@@ -211,6 +312,7 @@ class Session:
         """Give the state's memory back.  Closing twice is fine."""
         self._state = None
         self._logits = None
+        self._forget_marks()
 
     def __enter__(self) -> Session:
         return self

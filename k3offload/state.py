@@ -72,7 +72,7 @@ class _Block:
     """
 
     def __init__(self, home: Home, width: int, dtype: torch.dtype) -> None:
-        self.serial = next(_SERIALS)
+        self.serial, self.home = next(_SERIALS), home
         size = LATENT_BLOCK * width * dtype.itemsize
         home.ledger.charge(self, size, f"A latent block of {LATENT_BLOCK} tokens")
         self.data = torch.empty(LATENT_BLOCK, width, dtype=dtype, device=home.where)
@@ -121,13 +121,22 @@ class Latents:
         """One number for each block: blocks of the same number share their rows."""
         return [block.serial for block in self._blocks[: self.blocks]]
 
-    def copy(self) -> Latents:
-        other = Latents(self._home, self.width, self.dtype)
-        other._blocks, other.length = self._blocks[: self.blocks], self.length
-        if self.length % LATENT_BLOCK:  # the open block is the only one that may still change
-            last = _Block(self._home, self.width, self.dtype)
-            last.data.copy_(other._blocks[-1].data)
-            other._blocks[-1] = last
+    def copy(self, home: Home, length: int, borrow: bool = True) -> Latents:
+        """An independent copy of the first ``length`` rows, living at ``home``.
+
+        Full blocks that lie there already are shared; without ``borrow`` only those that
+        ``home``'s own ledger pays for.  The others are charged to it.
+        """
+        other = Latents(home, self.width, self.dtype)
+        for index in range(-(-length // LATENT_BLOCK)):
+            block = self._blocks[index]
+            there = block.home.where == home.where and (borrow or block.home.ledger is home.ledger)
+            count = min(LATENT_BLOCK, length - index * LATENT_BLOCK)
+            if count == LATENT_BLOCK and there:
+                other._blocks.append(block)
+                other.length += count
+            else:  # an open block may still change
+                other.append(self.rows(index)[:count])
         return other
 
 
@@ -143,9 +152,10 @@ class SequenceState:
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, ledger: Ledger, home_of: HomeOf | None = None
     ) -> None:
-        self.spec, self._dtype, self._ledger = spec, dtype, ledger
+        self.spec, self.dtype, self._ledger = spec, dtype, ledger
         self.position = 0
         self.cold = True  # all of it was prefilled, and never cut inside a chunk
+        self._marks: list[_Mark] = []
         self.broken: str | None = None  # why the state cannot be used any more
         here = Home(torch.device("cpu"), ledger)
         self._home_of = home_of = home_of or (lambda layer: here)
@@ -168,6 +178,13 @@ class SequenceState:
         self.latents = {
             layer: Latents(home_of(layer), mla.latent, dtype) for layer in spec.mla_layers
         }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it holds: KDA states, conv tails, rows of latents."""
+        item = self.dtype.itemsize
+        rows = self.position * self.spec.latent_bytes_per_token(item)
+        return self.spec.kda_state_bytes(item) + rows
 
     def usable(self) -> SequenceState:
         """Itself, or ``SessionError`` if an interrupted sweep left it half advanced."""
@@ -199,10 +216,57 @@ class SequenceState:
     def copy(self) -> SequenceState:
         """An independent copy; full latent blocks are shared since they never change."""
         self.usable()
-        other = SequenceState(self.spec, self._dtype, self._ledger, self._home_of)
-        other.position, other.cold = self.position, self.cold
-        for layer, matrix in self.kda.items():
-            other.kda[layer].copy_(matrix)
-            other.conv[layer].copy_(self.conv[layer])
-        other.latents = {layer: latents.copy() for layer, latents in self.latents.items()}
+        other = SequenceState(self.spec, self.dtype, self._ledger, self._home_of)
+        other.take(self)
         return other
+
+    def take(self, source: SequenceState) -> None:
+        """Become, from nothing, what ``source`` is; full latent blocks are shared."""
+        source.usable()
+        for layer in self.kda:
+            self._take_layer(source, layer)
+        self.take_latents(source, source.position, True)
+
+    # ---- snapshots on the way ----
+
+    def mark(
+        self, position: int, into: SequenceState, keep: Callable[[SequenceState], None]
+    ) -> None:
+        """Let the new state ``into`` become what this one is after ``position`` tokens, a multiple
+        of the KDA chunk that the next sweep passes.  ``settle`` then gives it to ``keep``, which
+        has to let it ``take_latents``."""
+        self._marks.append(_Mark(position, into, keep))
+
+    def passed(self, layer: int, position: int) -> None:
+        """KDA layer ``layer`` has advanced to ``position``, within a sweep."""
+        for mark in self._marks:
+            if mark.position == position:
+                mark.into._take_layer(self, layer)
+
+    def settle(self) -> None:
+        """After a sweep, however it ended: give away the marks that it passed, drop the others."""
+        marks, self._marks = self._marks, []
+        for mark in marks:
+            if self.broken is None and mark.position <= self.position:
+                mark.keep(mark.into)
+
+    def take_latents(self, source: SequenceState, position: int, borrow: bool = False) -> None:
+        """Be after ``position`` tokens, with the latents of ``source``: shared as far as the own
+        ledger pays for them or, with ``borrow``, anyone's.  Raises ``DoesNotFit``."""
+        self.latents = {
+            layer: latents.copy(self._home_of(layer), position, borrow)
+            for layer, latents in source.latents.items()
+        }
+        self.position, self.cold = position, source.cold
+
+    def _take_layer(self, source: SequenceState, layer: int) -> None:
+        self.kda[layer].copy_(source.kda[layer])
+        self.conv[layer].copy_(source.conv[layer])
+
+
+class _Mark(NamedTuple):
+    """Where a snapshot is taken, the state that becomes it, and who gets it."""
+
+    position: int
+    into: SequenceState
+    keep: Callable[[SequenceState], None]

@@ -30,6 +30,7 @@ class Demand:
     slot: int  # one expert slot
     experts: int  # routed experts in all
     top_k: int
+    prefixes: int = 0  # snapshots that sequences share
     extra: int = 0  # what the caller keeps beside the engine
     tables: int = 0  # what the cache policy remembers
     slot_objects: int = 0  # what the engine remembers about the page in a slot
@@ -95,7 +96,7 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
     """The plan for ``demand`` under ``limits``; raises ``DoesNotFit`` with the missing bytes."""
     rows = align_up(max(1, limits.rows), ROW_TILE)
     fixed = demand.base + demand.tiles + demand.staging + demand.small
-    fixed += demand.state + demand.extra + demand.tables
+    fixed += demand.state + demand.prefixes + demand.extra + demand.tables
     one = demand.place if demand.experts else 0
     ring = max(demand.layers, default=0)
     least = fixed + demand.working(ROW_TILE) + one + ring + _head_buffer(demand)
@@ -123,6 +124,7 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
         ("trunk, resident", demand.small + trunk.bytes),
         ("trunk, streaming buffers", trunk.buffers),
         ("sequence state and latents", demand.state),
+        ("shared prefixes", demand.prefixes),
         ("kept for the caller", demand.extra),
         ("cache policy", demand.tables),
         (f"working set of a sweep of {rows} tokens", demand.working(rows)),

@@ -221,7 +221,7 @@ def test_r75_copies_do_not_meet() -> None:
     with poisoned():
         some = latents()
         some.append(rows)
-        other = some.copy()
+        other = some.copy(some._home, some.length)
         some.append(ours)
         other.append(theirs)
         for made, tail in ((some, ours), (other, theirs)):

@@ -31,7 +31,8 @@ GROUPS = {
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "arena device_trunk fetch ring state weights",
     "model": "adaptive model layer_kda layer_mla layer_moe",
-    "session": "session session_identity session_load session_manifest session_save",
+    "session": "prefix_folder prefixes session session_identity session_load session_manifest "
+    "session_save",
     "engine": "accelerator devices open_device engine loading budget budget_kernels generate "
     "options plan_text warmup",
     "edge": "bench_read check inspect kernels_offline make_tiny progress report trace",
