@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
@@ -58,6 +59,20 @@ AdaptiveBackend = Annotated[
         help="CPU or GPU for each expert, whichever ends sooner; bits then vary from run to run.",
     ),
 ]
+Prompt = Annotated[
+    str | None, typer.Argument(help="Text, or - to read it from stdin.", show_default=False)
+]
+PromptFile = Annotated[Path | None, typer.Option(help="The prompt as a UTF-8 file; - is stdin.")]
+SessionFolder = Annotated[
+    Path | None, typer.Option(help="Folder of a session to go on with, and to save to.")
+]
+PrefixDir = Annotated[
+    str | None,
+    typer.Option(envvar="K3_PREFIX_DIR", help="Folder that keeps the beginnings of prompts."),
+]
+PrefixDisk = Annotated[
+    str | None, typer.Option(envvar="K3_PREFIX_DISK", help="Most bytes there; 16G if unset.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -79,6 +94,8 @@ class How(NamedTuple):
     experts_on: str | None
     trunk_on: str | None
     adaptive: bool
+    prefix_dir: str | None = None
+    prefix_disk: str | None = None
 
 
 def kernels_of(given: list[str] | None) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 import sys
 from collections.abc import Callable
@@ -24,7 +25,12 @@ from .cli_options import (
     Model,
     Policy,
     Predict,
+    PrefixDir,
+    PrefixDisk,
+    Prompt,
+    PromptFile,
     Ram,
+    SessionFolder,
     Threads,
     Trunk,
     TrunkOn,
@@ -34,8 +40,10 @@ from .cli_options import (
 )
 from .config import parse_size, show_size
 from .errors import UsageError
-from .find import find_outputs
+from .find import find_model, find_output, find_outputs
 from .progress import Meter, Progress, loading_libraries
+from .sampling import Sampling
+from .session_manifest import MANIFEST, read_manifest
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -52,7 +60,9 @@ def add_to(app: typer.Typer) -> None:
 
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(help="Text, or - to read it from stdin.")],
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    session: SessionFolder = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
@@ -76,38 +86,46 @@ def generate(
     experts_on: ExpertsOn = None,
     trunk_on: TrunkOn = None,
     adaptive_backend: AdaptiveBackend = False,
+    prefix_dir: PrefixDir = None,
+    prefix_disk: PrefixDisk = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue PROMPT."""
     at_least_one(("-n", max_new_tokens), ("--sweep", sweep))
     with Progress() as progress:
-        text = _prompt(prompt, progress)
+        held = _held(session, model)
+        text = _prompt(prompt, prompt_file, bool(held), progress)
         with loading_libraries(progress):
             from .run_generate import Job, run_generate
-            from .sampling import Sampling
-
-        sampling = Sampling(temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_end)
-        if seed is None and not sampling.greedy:
-            sampling = dataclasses.replace(sampling, seed=secrets.randbits(32))
-            progress.say(f"seed {sampling.seed}: --seed {sampling.seed} gives the same text again")
+        stops = tuple(stop or ())
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed, stops, ignore_end)
+        sampling = _seeded(sampling, progress)
         ids: list[int] = []
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
             ids[:] = tokenizer.encode(text)
-            _check_context(spec, len(ids), max_new_tokens)
-            rows = min(sweep, len(ids))
-            return {"context": len(ids) + max_new_tokens, "sweep": rows}
+            _check_context(spec, held + len(ids), max_new_tokens)
+            context = held + len(ids) + max_new_tokens
+            return {"context": context, "sweep": min(sweep, len(ids) + min(1, held))}
 
         meter = Meter(progress.show)
         how = How(
             ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on, adaptive_backend,
+            experts_on, trunk_on, adaptive_backend, prefix_dir, prefix_disk,
         )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
-            job = Job(ids, max_new_tokens, sampling, as_json)
+            job = Job(ids, max_new_tokens, sampling, as_json, session, bool(held))
             fine = run_generate(engine, job, progress, meter)
     if not fine:
         raise typer.Exit(1)
+
+
+def _seeded(sampling: Sampling, progress: Progress) -> Sampling:
+    """``sampling`` with a seed, drawn and told where it needs one and has none."""
+    if sampling.seed is None and not sampling.greedy:
+        sampling = dataclasses.replace(sampling, seed=secrets.randbits(32))
+        progress.say(f"seed {sampling.seed}: --seed {sampling.seed} gives the same text again")
+    return sampling
 
 
 def logits(
@@ -183,6 +201,9 @@ def _open(
     rest: dict[str, Any] = {"ram": ram, "cache": cache, "dtype": how.dtype, "trunk": how.trunk}
     rest.update(kernels=kernels_of(how.kernel), isa=how.isa, experts_on=how.experts_on)
     rest.update(trunk_on=how.trunk_on, adaptive=how.adaptive)
+    rest.update(prefix_dir=how.prefix_dir)
+    if how.prefix_disk is not None:
+        rest["prefix_disk"] = parse_size(how.prefix_disk)
     rest.update(vram=None if how.vram is None else parse_size(how.vram))
     rest.update({k: v for k in ("policy", "predict") if (v := getattr(how, k)) is not None})
     if how.threads is not None:
@@ -202,18 +223,38 @@ def _open(
         progress.show(f"loading the trunk: {show_size(done)} of {show_size(total)}")
 
     watch = Watch(say_plan, loading, meter.layer, lambda text: progress.say(f"warning: {text}"))
-    return open_engine(model, sized, watch=watch, device=how.device, **rest)
+    engine = open_engine(model, sized, watch=watch, device=how.device, **rest)
+    meter.read = lambda: engine.disk.counts.bytes
+    return engine
 
 
-def _prompt(given: str, progress: Progress) -> str:
-    """The prompt, from stdin if it is ``-``; raises ``UsageError`` if it is empty or no UTF-8."""
-    if given == "-":
+def _held(session: Path | None, model: str) -> int:
+    """Tokens of the session that is saved in the folder ``session``; 0 where nothing is yet.
+
+    Raises ``UsageError`` for a place where nothing can be saved.
+    """
+    if session is None:
+        return 0
+    if not os.path.lexists(session):
+        find_output(session, find_model(model))
+        return 0
+    return read_manifest(session).tokens if (session / MANIFEST).exists() else 0
+
+
+def _prompt(given: str | None, file: Path | None, held: bool, progress: Progress) -> str:
+    """The prompt; raises ``UsageError`` if it is given twice, no UTF-8, or empty where nothing is
+    ``held`` to go on with."""
+    if given is not None and file is not None:
+        raise UsageError("There are two prompts.", "Give PROMPT or --prompt-file.")
+    if "-" in (given, str(file)):
         if sys.stdin is None:
             raise UsageError("The prompt should come from stdin, which is closed.", "Give a text.")
         progress.say("reading the prompt from stdin")
         data = sys.stdin.buffer.read()
-    else:
-        data = given.encode("utf-8", "surrogateescape")  # bytes of the command line as they were
+    elif file is not None:
+        data = file.read_bytes()
+    else:  # bytes of the command line as they were
+        data = (given or "").encode("utf-8", "surrogateescape")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -221,7 +262,7 @@ def _prompt(given: str, progress: Progress) -> str:
             f"The prompt is not UTF-8: byte {error.start} is {data[error.start]:#04x}.",
             "Convert it first (iconv -t UTF-8).",
         ) from error
-    if not text:
+    if not text and not held:
         raise UsageError("The prompt is empty.", "Give at least one character.")
     return text
 
