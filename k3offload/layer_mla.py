@@ -72,7 +72,7 @@ def _decode(
         own = latents[part.run]
         blocks = [own.rows(b) for b in range(own.blocks)]
         scale = (m.nope + m.rope) ** -0.5
-        out[i] = kernels.mla_decode(q[i], blocks, own.length, up, m.nope, m.v, scale)
+        out[i] = kernels.mla_decode(q[i], [blocks], own.length, up, m.nope, m.v, scale)
     return out
 
 
@@ -93,7 +93,7 @@ def prefill(
         own, scale = latents[run], (m.nope + m.rope) ** -0.5
         blocks = [own.rows(b) for b in range(own.blocks)]
         queries = [Query(q[group.own(part)], part.start) for part in parts]
-        done = kernels.mla_prefill(queries, blocks, own.length, up, m.nope, m.v, scale)
+        done = kernels.mla_prefill(queries, [blocks], own.length, up, m.nope, m.v, scale)
         for part, attended in zip(parts, done, strict=True):
             out[group.own(part)] = attended
     return out
