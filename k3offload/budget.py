@@ -9,10 +9,11 @@ from __future__ import annotations
 from .budget_kernels import ITEM, Backend, glu_bytes, kept_buffers, mlps, thread_bytes
 from .config import GROUP_ROWS, LATENT_BLOCK, READ_ALIGN, ROW_TILE, align_up
 from .layout import EMBED, HEAD, Layout, arena_size, head_buffers, head_tensors, quantising
-from .scheduler.plan import Demand
+from .scheduler.plan import Demand, Latents
 from .scheduler.reuse import memory
 from .spec import ModelSpec
 from .tiers.base import Location
+from .tiers.spill import GOOD, LEAST, stride
 from .tiers.tier_disk import READERS, STAGING, windows
 
 BACKEND = Backend()
@@ -53,6 +54,7 @@ def demand_of(
         experts=spec.expert_count,
         top_k=spec.moe.top_k if spec.moe else 0,
         extra=extra,
+        latents=latents_of(spec, dtype, context, sessions),
     )
 
 
@@ -69,6 +71,23 @@ def state_bytes(spec: ModelSpec, dtype: str, context: int) -> int:
     tokens = align_up(context, LATENT_BLOCK)
     latents = tokens * spec.latent_bytes_per_token(ITEM[dtype])
     return spec.kda_state_bytes(ITEM[dtype]) + latents + spec.vocab * 4
+
+
+def latents_of(spec: ModelSpec, dtype: str, context: int, sessions: int) -> Latents | None:
+    """The latents of ``sessions`` sequences of ``context`` tokens, in whole blocks."""
+    if not spec.mla_layers:
+        return None
+    mla, layers = spec.mla, len(spec.mla_layers)
+    block = LATENT_BLOCK * mla.latent * ITEM[dtype]
+    whole = sessions * layers * align_up(context, LATENT_BLOCK) // LATENT_BLOCK * block
+    least = LEAST * stride(block)
+    return Latents(
+        whole=whole,
+        open=sessions * layers * block,
+        carried=GROUP_ROWS * mla.heads * (mla.v + 2) * 4,
+        least=least,
+        good=min(GOOD, max(least, whole // 8)),
+    )
 
 
 def slot_size(layout: Layout) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
@@ -58,6 +59,18 @@ AdaptiveBackend = Annotated[
         help="CPU or GPU for each expert, whichever ends sooner; bits then vary from run to run.",
     ),
 ]
+Latents = Annotated[
+    str | None,
+    typer.Option(
+        envvar="K3_LATENTS",
+        help="Most of it that may hold latents; the rest goes to --scratch. All of them where they "
+        "fit, if unset.",
+    ),
+]
+Scratch = Annotated[
+    Path | None,
+    typer.Option(envvar="K3_SCRATCH", help="Folder on a disk for what has no room in memory."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -79,6 +92,8 @@ class How(NamedTuple):
     experts_on: str | None
     trunk_on: str | None
     adaptive: bool
+    latents: str | None
+    scratch: Path | None
 
 
 def kernels_of(given: list[str] | None) -> dict[str, str]:

@@ -14,6 +14,7 @@ from .cli_options import (
     Cache,
     Dtype,
     ExpertsOn,
+    Latents,
     Ram,
     Threads,
     Trunk,
@@ -86,6 +87,7 @@ def plan(
     vram: Vram = None,
     experts_on: ExpertsOn = None,
     trunk_on: TrunkOn = None,
+    latents: Latents = None,
     vram_gbps: VramRate = None,
     pcie_gbps: BusRate = None,
     gpu_gmacs: DeviceMacs = None,
@@ -97,20 +99,10 @@ def plan(
 
     name, source, layout = _layout(model, config_only)
     ask = _ask(
-        layout,
-        ram=ram,
-        cache=cache,
-        context=context,
-        sessions=sessions,
-        sweep=sweep,
-        dtype=dtype,
-        trunk=trunk,
-        threads=threads,
-        hit_rate=hit_rate,
-        vram=vram,
-        experts_on=experts_on,
-        trunk_on=trunk_on,
-    )
+        layout, ram=ram, cache=cache, context=context, sessions=sessions, sweep=sweep, dtype=dtype,
+        trunk=trunk, threads=threads, hit_rate=hit_rate, vram=vram, experts_on=experts_on,
+        trunk_on=trunk_on, latents=latents,
+    )  # fmt: skip
     gpu = {"--vram-gbps": vram_gbps, "--pcie-gbps": pcie_gbps, "--gpu-gmacs": gpu_gmacs}
     given = {"--disk-gbps": disk_gbps, "--ram-gbps": ram_gbps, "--gmacs": gmacs, **gpu}
     for option, value in given.items():
@@ -172,11 +164,17 @@ def _ask(layout: Model, **given: Any) -> Ask:
     stored = stored_precision(t.name for la in spec.layers for t in layout.trunk(la.index))
     trunk = choose_precision(given.pop("trunk"), stored)
     ram, cache, threads = (given.pop(name) for name in ("ram", "cache", "threads"))
-    vram = given.pop("vram", None)
+    sizes = {name: given.pop(name, None) for name in ("vram", "latents")}
+    sizes = {name: None if size is None else parse_size(size) for name, size in sizes.items()}
+    if None not in sizes.values():
+        raise UsageError(
+            "--latents is about latents in RAM, and those of a device lie in its memory.",
+            "Leave out --latents or --vram.",
+        )
     return Ask(
         ram=int(read_machine().ceiling * 0.9) if ram is None else parse_size(ram),
         cache=None if cache is None else parse_size(cache),
-        vram=None if vram is None else parse_size(vram),
+        **sizes,
         threads=default_threads() if threads is None else threads,
         trunk=trunk,
         packed=stored != "bfloat16",

@@ -21,10 +21,12 @@ from .cli_options import (
     How,
     Isa,
     Kernel,
+    Latents,
     Model,
     Policy,
     Predict,
     Ram,
+    Scratch,
     Threads,
     Trunk,
     TrunkOn,
@@ -76,6 +78,8 @@ def generate(
     experts_on: ExpertsOn = None,
     trunk_on: TrunkOn = None,
     adaptive_backend: AdaptiveBackend = False,
+    latents: Latents = None,
+    scratch: Scratch = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue PROMPT."""
@@ -101,7 +105,7 @@ def generate(
         meter = Meter(progress.show)
         how = How(
             ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on, adaptive_backend,
+            experts_on, trunk_on, adaptive_backend, latents, scratch,
         )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             job = Job(ids, max_new_tokens, sampling, as_json)
@@ -129,6 +133,8 @@ def logits(
     experts_on: ExpertsOn = None,
     trunk_on: TrunkOn = None,
     adaptive_backend: AdaptiveBackend = False,
+    latents: Latents = None,
+    scratch: Scratch = None,
     decode_from: Annotated[
         int | None, typer.Option(help="Feed from this token one by one.")
     ] = None,
@@ -153,7 +159,7 @@ def logits(
         meter = Meter(progress.show)
         how = How(
             ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on, adaptive_backend,
+            experts_on, trunk_on, adaptive_backend, latents, scratch,
         )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             seen = Routing(engine.spec, len(ids)) if routing_place else None
@@ -183,7 +189,10 @@ def _open(
     rest: dict[str, Any] = {"ram": ram, "cache": cache, "dtype": how.dtype, "trunk": how.trunk}
     rest.update(kernels=kernels_of(how.kernel), isa=how.isa, experts_on=how.experts_on)
     rest.update(trunk_on=how.trunk_on, adaptive=how.adaptive)
-    rest.update(vram=None if how.vram is None else parse_size(how.vram))
+    for name in ("vram", "latents"):
+        given = getattr(how, name)
+        rest[name] = None if given is None else parse_size(given)
+    rest["scratch"] = how.scratch
     rest.update({k: v for k in ("policy", "predict") if (v := getattr(how, k)) is not None})
     if how.threads is not None:
         rest["threads"] = how.threads

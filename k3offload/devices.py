@@ -148,4 +148,5 @@ def beside_device(
         layers=layers,
         state=options.sessions * (here - there),
         head_away=placed.head and plan.head_resident,
+        latents=None,  # those that a device computes with lie there
     )

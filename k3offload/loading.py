@@ -36,6 +36,8 @@ def load(
     experts_on: str | None = None,
     trunk_on: str | None = None,
     adaptive: bool = False,
+    latents: str | int | None = None,
+    scratch: str | Path | None = None,
     watch: Watch | None = None,
 ) -> Engine:
     """Open the model in folder ``path`` (or ``"nano"``, the one that comes with the package).
@@ -49,33 +51,24 @@ def load(
     ``predict``: which expert leaves a full cache, and which are read ahead; ``device``: ``auto``,
     ``cuda``, ``cuda:N`` or ``cpu``; ``vram``: bytes of it to use; ``experts_on``, ``trunk_on``:
     ``gpu``, ``cpu``, and for the trunk ``split:N``, the first N layers; ``adaptive``: let the
-    CPU compute experts that would have to be copied, where that is quicker.  None but ``dtype``,
-    ``trunk``, ``kernels``, ``isa``, ``adaptive`` and what is computed where changes a bit of the
-    results, as long as ``sweep`` is a multiple of 64.
+    CPU compute experts that would have to be copied, where that is quicker; ``latents``: bytes of
+    RAM for what attention remembers of all sessions, the rest of which goes to files in the folder
+    ``scratch`` (one in the user's cache folder if it is None) and goes away with the engine; if it
+    is None, files are used only where memory is too small.  None but ``dtype``, ``trunk``,
+    ``kernels``, ``isa``, ``adaptive`` and what is computed where changes a bit of the results, as
+    long as ``sweep`` is a multiple of 64.
 
     Raises ``ConfigError``, ``CheckpointError``, ``TokenizerError``, or ``DoesNotFit`` with the
     missing bytes, before any weight is read.
     """
     sizes = {"context": context, "sessions": sessions, "sweep": sweep}
+    folder = None if scratch is None else Path(scratch)
     return open_engine(
-        path,
-        lambda tokenizer, spec: sizes,
-        ram=ram,
-        cache=cache,
-        dtype=dtype,
-        trunk=trunk,
-        threads=threads,
-        kernels=kernels,
-        isa=isa,
-        policy=policy,
-        predict=predict,
-        device=device,
-        vram=vram,
-        experts_on=experts_on,
-        trunk_on=trunk_on,
-        adaptive=adaptive,
-        watch=watch,
-    )
+        path, lambda tokenizer, spec: sizes, ram=ram, cache=cache, dtype=dtype, trunk=trunk,
+        threads=threads, kernels=kernels, isa=isa, policy=policy, predict=predict, device=device,
+        vram=vram, experts_on=experts_on, trunk_on=trunk_on, adaptive=adaptive, latents=latents,
+        scratch=folder, watch=watch,
+    )  # fmt: skip
 
 
 def open_engine(
@@ -95,7 +88,7 @@ def open_engine(
     tokenizer = Tokenizer.load(folder, checkpoint.spec)
     # what nobody has set keeps the default of ``Options``
     given = {name: value for name, value in how.items() if value is not None}
-    for name in ("ram", "cache", "vram"):
+    for name in ("ram", "cache", "vram", "latents"):
         if name in given:
             given[name] = parse_size(given[name])
     given.update(sizes(tokenizer, checkpoint.spec))

@@ -111,12 +111,14 @@ class Model:
     def sweep(self, runs: Sequence[Run], emit: Emit, hooks: Hooks) -> None:
         """Advance every run's state by its tokens and emit the logits of the rows it keeps.
 
-        A run whose numbers turn NaN or infinite gets a ``NumericError`` in ``run.error``; the
-        others are not touched by it.  Any other error leaves all states of the sweep broken, but
-        for ``DoesNotFit``, which comes before any state has moved.
+        A run whose numbers turn NaN or infinite gets a ``NumericError`` in ``run.error``, one that
+        loses what it moved to scratch files a ``ScratchError``; the others are not touched by it.
+        Any other error leaves all states of the sweep broken, but for ``DoesNotFit`` and
+        ``ScratchError``, which come before any state has moved.
         """
         for run in runs:
             run.state.usable().reserve(len(run.tokens))
+            run.state.failed = None
         groups = pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs])
         # In a sweep with prompts most experts come anyway, in the order of the disk.
         ahead = self._schedule if all(group.decode for group in groups) else None
@@ -136,6 +138,8 @@ class Model:
                     stream.move(self._sides.layers[layer.index])
                     with self._weights.layer(layer.index) as w:
                         self._attention(layer, stream, groups, runs, w)
+                        for run in runs:
+                            run.error = run.error or run.state.failed
                         latent = self._feed_forward(layer, stream, groups, w, on_route)
                         if ahead:
                             self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)

@@ -55,6 +55,7 @@ class Ask:
     vram: int | None = None  #: None: no device
     experts_on: str | None = None
     trunk_on: str | None = None
+    latents: int | None = None
 
 
 class Model(Layout, Protocol):
@@ -219,7 +220,11 @@ def _demand(layout: Model, ask: Ask) -> Demand:
 
 def plan_of(layout: Model, ask: Ask) -> Plan:
     """The memory plan; raises ``DoesNotFit`` with the missing bytes."""
-    return make_plan(_demand(layout, ask), Limits(ask.ram, ask.cache, ask.sweep))
+    return make_plan(_demand(layout, ask), _limits(ask))
+
+
+def _limits(ask: Ask) -> Limits:
+    return Limits(ask.ram, ask.cache, ask.sweep, latents=ask.latents)
 
 
 def _setup(layout: Model, ask: Ask, rates: Rates, plan: Plan) -> Setup:
@@ -235,8 +240,8 @@ def advice(
     demands = {trunk: _demand(layout, replace(ask, trunk=trunk)) for trunk in _smaller(ask.trunk)}
     for what, other, faster in _variants(demands[ask.trunk], ask, rates):
         try:
-            limits = Limits(other.ram, other.cache, other.sweep)
-            setup = _setup(layout, other, faster, make_plan(demands[other.trunk], limits))
+            plan = make_plan(demands[other.trunk], _limits(other))
+            setup = _setup(layout, other, faster, plan)
         except DoesNotFit:
             continue
         step = decode(setup, position=ask.context).seconds
@@ -256,7 +261,7 @@ def _smaller(trunk: str) -> tuple[str, ...]:
 
 def _variants(demand: Demand, ask: Ask, rates: Rates) -> list[tuple[str, Ask, Rates]]:
     """Changes that may help: what, and with which options and rates."""
-    plan = make_plan(demand, Limits(ask.ram, ask.cache, ask.sweep))
+    plan = make_plan(demand, _limits(ask))
     found: list[tuple[str, Ask, Rates]] = []
 
     def memory(what: str, ram: int, **changes: Any) -> None:

@@ -1,16 +1,34 @@
 """The memory plan: what gets how many bytes, decided once, before anything is loaded.
 
 Pure arithmetic on byte counts.  Order of claims: what cannot be avoided (the interpreter, state,
-working set, one expert slot), then the trunk, then expert slots.  The sum never exceeds the limit.
+working set, one expert slot), then the trunk, then latents where they do not all fit, then expert
+slots.  The sum never exceeds the limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..config import ROW_TILE, align_up, show_size
 from ..errors import DoesNotFit
+
+WORTH = 64 << 20  #: bytes of latents that are moved to disk by themselves rather than refused
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Bytes of the latents of all sessions, and of holding only the newest of them in RAM."""
+
+    whole: int  # all of them, as they lie in RAM; part of ``Demand.state``
+    open: int  # blocks that are not full, which never leave RAM
+    carried: int  # what prompt attention keeps from one piece to the next
+    least: int  # slots and buffers without which nothing works
+    good: int  # below which reads are too short to be quick
+
+    def least_cap(self) -> int:
+        """The smallest ``Limits.latents`` that can be kept."""
+        return self.open + self.carried + self.least
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,7 @@ class Demand:
     tables: int = 0  # what the cache policy remembers
     slot_objects: int = 0  # what the engine remembers about the page in a slot
     head_away: bool = False  # a device holds the head; it only passes through here
+    latents: Latents | None = None  # None: there are none, or they cannot be moved to disk
 
     @property
     def place(self) -> int:
@@ -43,12 +62,14 @@ class Demand:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user and the machine allow.  ``cache`` caps the expert slots, ``rows`` a sweep."""
+    """What the user and the machine allow.  ``cache`` caps the expert slots, ``rows`` a sweep,
+    ``latents`` the latents in RAM."""
 
     total: int
     cache: int | None = None
     rows: int = 512
     notes: tuple[str, ...] = ()
+    latents: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +93,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     device: Plan | None = None  # of an accelerator's memory
     place: str = "RAM"  # what this plan is of
+    latents: int | None = None  # bytes for the newest ones and for buffers; None: all stay in RAM
+    all_latents: int = 0  # bytes of all of them, where they do not all stay in RAM
 
     @property
     def total(self) -> int:
@@ -92,10 +115,46 @@ class _Trunk:
 
 
 def make_plan(demand: Demand, limits: Limits) -> Plan:
-    """The plan for ``demand`` under ``limits``; raises ``DoesNotFit`` with the missing bytes."""
+    """The plan for ``demand`` under ``limits``; raises ``DoesNotFit`` with the missing bytes.
+
+    All latents stay in RAM if they fit there and ``limits.latents`` does not forbid it.  Otherwise
+    the newest of them do, in what the trunk leaves, and the plan says how many.
+    """
+    held, cap = demand.latents, limits.latents
+    if held is None:
+        return _make_plan(demand, limits, 0)
+    refused: DoesNotFit | None = None
+    if cap is None or cap >= held.whole:
+        try:
+            return _make_plan(demand, limits, 0)
+        except DoesNotFit as error:
+            refused = error
+    elif cap < held.least_cap():
+        raise DoesNotFit(
+            f"{cap:,} bytes of latents in RAM are too few: blocks that are not full, the sums of "
+            f"prompt attention and buffers take {held.least_cap():,}.",
+            f"Give --latents {-(-held.least_cap() // 10**6)}M or more, or fewer sessions.",
+            missing=held.least_cap() - cap,
+        )
+    most = held.whole if cap is None else cap - held.open - held.carried
+    if refused is not None and held.whole < WORTH:
+        raise refused
+    state, tiles = demand.state - held.whole + held.open, demand.tiles + held.carried
+    spilled = replace(demand, state=state, tiles=tiles)
+    if held.good <= most:
+        try:
+            return _make_plan(spilled, limits, held.good, most)
+        except DoesNotFit:  # with less, perhaps
+            pass
+    return _make_plan(spilled, limits, held.least, most)
+
+
+def _make_plan(demand: Demand, limits: Limits, latents: int, most: int = 0) -> Plan:
+    """``latents``: bytes of those that are kept in RAM beside ``demand.state``, at least; as far as
+    there is room ``most``."""
     rows = align_up(max(1, limits.rows), ROW_TILE)
     fixed = demand.base + demand.tiles + demand.staging + demand.small
-    fixed += demand.state + demand.extra + demand.tables
+    fixed += demand.state + demand.extra + demand.tables + latents
     one = demand.place if demand.experts else 0
     ring = max(demand.layers, default=0)
     least = fixed + demand.working(ROW_TILE) + one + ring + _head_buffer(demand)
@@ -113,24 +172,13 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
     ):
         rows -= ROW_TILE
     room = limits.total - fixed - demand.working(rows)
-    trunk = _beside_slots(demand, limits, room)
+    trunk, token = _beside_slots(demand, limits, room)
     free = room - trunk.bytes - trunk.buffers
-    slots = _slots(demand, limits, free)
-    purposes = (
-        ("interpreter, libraries, page index", demand.base),
-        ("decoding tables and weight tiles", demand.tiles),
-        ("read buffers", demand.staging),
-        ("trunk, resident", demand.small + trunk.bytes),
-        ("trunk, streaming buffers", trunk.buffers),
-        ("sequence state and latents", demand.state),
-        ("kept for the caller", demand.extra),
-        ("cache policy", demand.tables),
-        (f"working set of a sweep of {rows} tokens", demand.working(rows)),
-        (f"{slots} expert slots", slots * demand.place),
-    )
+    more = max(0, min(most - latents, free - token * demand.place))
+    slots = _slots(demand, limits, free - more)
     return Plan(
         limit=limits.total,
-        purposes=purposes,
+        purposes=_purposes(demand, trunk, rows, slots, latents + more),
         resident_layers=trunk.layers,
         embed_resident=trunk.embed,
         head_resident=trunk.head,
@@ -144,19 +192,40 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
         experts=demand.experts,
         layer_sizes=tuple(demand.layers),
         notes=limits.notes,
+        latents=latents + more if latents else None,
+        all_latents=demand.latents.whole if latents and demand.latents else 0,
     )
 
 
-def _beside_slots(demand: Demand, limits: Limits, room: int) -> _Trunk:
-    """The trunk beside the slots of one token's experts, or as many of them as fit; slots that
-    ``limits.cache`` forbids leave their room to the trunk."""
+def _purposes(
+    demand: Demand, trunk: _Trunk, rows: int, slots: int, latents: int
+) -> tuple[tuple[str, int], ...]:
+    """Every byte under a name."""
+    return (
+        ("interpreter, libraries, page index", demand.base),
+        ("decoding tables and weight tiles", demand.tiles),
+        ("read buffers", demand.staging),
+        ("trunk, resident", demand.small + trunk.bytes),
+        ("trunk, streaming buffers", trunk.buffers),
+        ("sequence state" if latents else "sequence state and latents", demand.state),
+        ("latents, the newest, and buffers", latents),
+        ("kept for the caller", demand.extra),
+        ("cache policy", demand.tables),
+        (f"working set of a sweep of {rows} tokens", demand.working(rows)),
+        (f"{slots} expert slots", slots * demand.place),
+    )
+
+
+def _beside_slots(demand: Demand, limits: Limits, room: int) -> tuple[_Trunk, int]:
+    """The trunk beside the slots of one token's experts, or as many of them as fit, and how many;
+    slots that ``limits.cache`` forbids leave their room to the trunk."""
     slots = min(demand.top_k, demand.experts)
     if limits.cache is not None and slots:
         slots = max(1, min(slots, limits.cache // demand.slot))
     for count in range(slots, min(1, slots) - 1, -1):
         trunk = _hold_trunk(demand, room - count * demand.place)
         if trunk is not None:
-            return trunk
+            return trunk, count
     raise AssertionError("the smallest plan was checked to fit")
 
 

@@ -33,7 +33,7 @@ GROUPS = {
     "model": "adaptive model layer_kda layer_mla layer_moe",
     "session": "session",
     "engine": "accelerator devices open_device engine loading budget budget_kernels generate "
-    "options plan_text warmup",
+    "options plan_text spilling warmup",
     "edge": "bench_read check inspect kernels_offline make_tiny progress report trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "

@@ -31,6 +31,8 @@ from .tier_ram import Slab
 
 PIECE = 8 << 20  #: most bytes of a buffer that cold blocks are read into
 READ = 2 << 20  #: most bytes of one read of several blocks, so that several are in flight
+LEAST = 4  #: blocks of memory that an array can do with
+GOOD = 48 << 20  #: bytes of memory with which reads are long enough to be quick
 BEHIND = 32 << 20  #: most bytes that wait for their slots to be free while they are written
 REMEDY = (
     "The sequence's state is lost, others go on: reset it, or go back to a snapshot that is in "
@@ -53,7 +55,7 @@ def stride(block: int) -> int:
 def room_for(size: int, block: int) -> Room | None:
     """How ``size`` bytes are shared out; None if they are too few for anything."""
     most = size // stride(block)
-    if most < 4:
+    if most < LEAST:
         return None
     piece = max(1, min(PIECE // stride(block), most // 8))
     return Room(most - 2 * piece, piece)
