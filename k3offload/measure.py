@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from .config import GROUP_ROWS, KDA_CHUNK, LATENT_BLOCK, ROW_TILE
 from .engine import DTYPES
-from .forecast import attended_pairs
+from .forecast_sizes import attended_pairs
 from .kernels import native
 from .kernels.choose import Kernels
 from .kernels.experts_reference import Job

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,6 +43,10 @@ class Spilling:
         """Where each layer's state lives."""
         home = Home(torch.device("cpu"), ledger, self.latents)
         return lambda layer: home
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """What went to disk and came back, by what it was."""
+        return {"latents": asdict(self.latents.counts)}
 
     def close(self) -> None:
         """Stop writing and delete the files."""

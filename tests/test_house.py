@@ -36,8 +36,8 @@ GROUPS = {
     "options plan_text spilling warmup",
     "edge": "bench_read check inspect kernels_offline make_tiny progress report trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
-    "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
-    "rates",
+    "planning": "device_report doctor doctor_system forecast forecast_device forecast_sizes "
+    "measure plan_report rates",
     "command": "damage run_generate run_logits",
     "cli": "cli cli_bench cli_damage cli_kernels cli_model cli_options cli_pack cli_plan cli_run",
     "root": "__init__ __main__",
@@ -75,6 +75,7 @@ TORCH_FREE_EDGES = [
     "devices",
     "forecast",
     "forecast_device",
+    "forecast_sizes",
     "inspect",
     "make_tiny",
     "options",

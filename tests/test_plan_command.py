@@ -184,6 +184,7 @@ FLAGS = {
     "--ram-gbps": ("20", ("decode", "memory_seconds")),
     "--gmacs": ("100", ("prefill", "seconds")),
     "--hit-rate": ("0.5", ("decode", "seconds")),
+    "--latents": ("100M", ("tiers", "ram", "purposes", "latents, the newest, and buffers")),
 }
 
 
