@@ -9,11 +9,11 @@ from __future__ import annotations
 from .budget_kernels import ITEM, Backend, glu_bytes, kept_buffers, mlps, thread_bytes
 from .config import GROUP_ROWS, LATENT_BLOCK, READ_ALIGN, ROW_TILE, align_up
 from .layout import EMBED, HEAD, Layout, arena_size, head_buffers, head_tensors, quantising
-from .scheduler.plan import Demand, Latents
+from .scheduler.plan import Demand, Latents, Summaries
 from .scheduler.reuse import memory
 from .spec import ModelSpec
 from .tiers.base import Location
-from .tiers.spill import GOOD, LEAST, stride
+from .tiers.spill import GOOD, least_room, stride
 from .tiers.tier_disk import READERS, STAGING, windows
 
 BACKEND = Backend()
@@ -55,6 +55,7 @@ def demand_of(
         top_k=spec.moe.top_k if spec.moe else 0,
         extra=extra,
         latents=latents_of(spec, dtype, context, sessions),
+        summaries=summaries_of(spec, dtype),
     )
 
 
@@ -80,7 +81,7 @@ def latents_of(spec: ModelSpec, dtype: str, context: int, sessions: int) -> Late
     mla, layers = spec.mla, len(spec.mla_layers)
     block = LATENT_BLOCK * mla.latent * ITEM[dtype]
     whole = sessions * layers * align_up(context, LATENT_BLOCK) // LATENT_BLOCK * block
-    least = LEAST * stride(block)
+    least = least_room() * stride(block)
     return Latents(
         whole=whole,
         open=sessions * layers * block,
@@ -88,6 +89,15 @@ def latents_of(spec: ModelSpec, dtype: str, context: int, sessions: int) -> Late
         least=least,
         good=min(GOOD, max(least, whole // 8)),
     )
+
+
+def summaries_of(spec: ModelSpec, dtype: str) -> Summaries | None:
+    """The block summaries of a sweep."""
+    if spec.attnres_block is None:
+        return None
+    count = -(-len(spec.layers) // spec.attnres_block)
+    tile = LATENT_BLOCK * spec.hidden * ITEM[dtype]
+    return Summaries(count * spec.hidden * ITEM[dtype], least_room(count) * stride(tile))
 
 
 def slot_size(layout: Layout) -> int:

@@ -67,6 +67,13 @@ Latents = Annotated[
         "fit, if unset.",
     ),
 ]
+Summaries = Annotated[
+    str | None,
+    typer.Option(
+        envvar="K3_SUMMARIES",
+        help="Most of it that may hold a sweep's block summaries; the rest goes to --scratch.",
+    ),
+]
 Scratch = Annotated[
     Path | None,
     typer.Option(envvar="K3_SCRATCH", help="Folder on a disk for what has no room in memory."),
@@ -93,6 +100,7 @@ class How(NamedTuple):
     trunk_on: str | None
     adaptive: bool
     latents: str | None
+    summaries: str | None
     scratch: Path | None
 
 

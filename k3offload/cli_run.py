@@ -27,6 +27,7 @@ from .cli_options import (
     Predict,
     Ram,
     Scratch,
+    Summaries,
     Threads,
     Trunk,
     TrunkOn,
@@ -79,6 +80,7 @@ def generate(
     trunk_on: TrunkOn = None,
     adaptive_backend: AdaptiveBackend = False,
     latents: Latents = None,
+    summaries: Summaries = None,
     scratch: Scratch = None,
     as_json: AsJson = False,
 ) -> None:
@@ -99,13 +101,12 @@ def generate(
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
             ids[:] = tokenizer.encode(text)
             _check_context(spec, len(ids), max_new_tokens)
-            rows = min(sweep, len(ids))
-            return {"context": len(ids) + max_new_tokens, "sweep": rows}
+            return {"context": len(ids) + max_new_tokens, "sweep": min(sweep, len(ids))}
 
         meter = Meter(progress.show)
         how = How(
             ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on, adaptive_backend, latents, scratch,
+            experts_on, trunk_on, adaptive_backend, latents, summaries, scratch,
         )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             job = Job(ids, max_new_tokens, sampling, as_json)
@@ -134,6 +135,7 @@ def logits(
     trunk_on: TrunkOn = None,
     adaptive_backend: AdaptiveBackend = False,
     latents: Latents = None,
+    summaries: Summaries = None,
     scratch: Scratch = None,
     decode_from: Annotated[
         int | None, typer.Option(help="Feed from this token one by one.")
@@ -159,7 +161,7 @@ def logits(
         meter = Meter(progress.show)
         how = How(
             ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on, adaptive_backend, latents, scratch,
+            experts_on, trunk_on, adaptive_backend, latents, summaries, scratch,
         )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             seen = Routing(engine.spec, len(ids)) if routing_place else None
@@ -189,7 +191,7 @@ def _open(
     rest: dict[str, Any] = {"ram": ram, "cache": cache, "dtype": how.dtype, "trunk": how.trunk}
     rest.update(kernels=kernels_of(how.kernel), isa=how.isa, experts_on=how.experts_on)
     rest.update(trunk_on=how.trunk_on, adaptive=how.adaptive)
-    for name in ("vram", "latents"):
+    for name in ("vram", "latents", "summaries"):
         given = getattr(how, name)
         rest[name] = None if given is None else parse_size(given)
     rest["scratch"] = how.scratch

@@ -22,6 +22,7 @@ NAMES = {
     "read buffers": "",
     "kept for the caller": "",
     "cache policy": "",
+    "block summaries, a part of them": "",
 }
 
 
@@ -149,4 +150,5 @@ def beside_device(
         state=options.sessions * (here - there),
         head_away=placed.head and plan.head_resident,
         latents=None,  # those that a device computes with lie there
+        summaries=None,
     )

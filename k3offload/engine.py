@@ -120,7 +120,7 @@ class Engine:
         warm_up(self.kernels, self._dtype)
         self.trunk = choose_precision(options.trunk, checkpoint.spec.trunk_precision)
         self.plan, there = self._make_plan(checkpoint)
-        if self.plan.latents is not None:
+        if self.plan.spills:
             zarr()  # counts as a library, now that it is needed
             self.plan, there = self._make_plan(checkpoint)
         self._watch.plan(self.plan)
@@ -151,11 +151,10 @@ class Engine:
             "head": self.weights.head_counts,
             "embedding": self.weights.embed_counts,
         }
-        if self.plan.latents is not None:
+        if self.plan.spills:
             self.spilling = Spilling(
-                self.spec, self._dtype, self.plan.latents, options.scratch, self.disk,
-                self._watch.warn,
-            )  # fmt: skip
+                self.spec, self._dtype, self.plan, options.scratch, self.disk, self._watch.warn
+            )
         self._build(there)
 
     def _make_plan(self, checkpoint: Checkpoint) -> tuple[Plan, Accelerator | None]:
@@ -179,11 +178,6 @@ class Engine:
         demand, there = self._beside(demand)
         if there is None:
             return make_plan(demand, limits), None
-        if options.latents is not None:
-            raise UsageError(
-                "--latents is about latents in RAM, and those of a device lie in its memory.",
-                "Leave it out, or compute without the device: --device cpu.",
-            )
         limits = replace(limits, rows=min(limits.rows, there.plan.sweep_rows))
         return replace(make_plan(demand, limits), device=there.plan), there
 
@@ -207,7 +201,10 @@ class Engine:
         store, here = self.store, Side(self.kernels, torch.device("cpu"))
         if there is None:
             sides = Sides((here,) * len(self.spec.layers), here, here, (self.kernels,))
-            self._model = Model(self.weights, store, sides, self._dtype, self._schedule(store))
+            summaries = None if self.spilling is None else self.spilling.summaries
+            self._model = Model(
+                self.weights, store, sides, self._dtype, self._schedule(store), summaries
+            )
             return
         self._counts["trunk on the device"] = there.trunk.counts
         if there.store is not None:

@@ -37,6 +37,7 @@ def load(
     trunk_on: str | None = None,
     adaptive: bool = False,
     latents: str | int | None = None,
+    summaries: str | int | None = None,
     scratch: str | Path | None = None,
     watch: Watch | None = None,
 ) -> Engine:
@@ -54,7 +55,8 @@ def load(
     CPU compute experts that would have to be copied, where that is quicker; ``latents``: bytes of
     RAM for what attention remembers of all sessions, the rest of which goes to files in the folder
     ``scratch`` (one in the user's cache folder if it is None) and goes away with the engine; if it
-    is None, files are used only where memory is too small.  None but ``dtype``, ``trunk``,
+    is None, files are used only where memory is too small; ``summaries``: the same of the block
+    summaries of a sweep, all of them if it is None.  None but ``dtype``, ``trunk``,
     ``kernels``, ``isa``, ``adaptive`` and what is computed where changes a bit of the results, as
     long as ``sweep`` is a multiple of 64.
 
@@ -67,7 +69,7 @@ def load(
         path, lambda tokenizer, spec: sizes, ram=ram, cache=cache, dtype=dtype, trunk=trunk,
         threads=threads, kernels=kernels, isa=isa, policy=policy, predict=predict, device=device,
         vram=vram, experts_on=experts_on, trunk_on=trunk_on, adaptive=adaptive, latents=latents,
-        scratch=folder, watch=watch,
+        summaries=summaries, scratch=folder, watch=watch,
     )  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def open_engine(
     tokenizer = Tokenizer.load(folder, checkpoint.spec)
     # what nobody has set keeps the default of ``Options``
     given = {name: value for name, value in how.items() if value is not None}
-    for name in ("ram", "cache", "vram", "latents"):
+    for name in ("ram", "cache", "vram", "latents", "summaries"):
         if name in given:
             given[name] = parse_size(given[name])
     given.update(sizes(tokenizer, checkpoint.spec))

@@ -39,6 +39,7 @@ class Options:
     trunk_on: str | None = None  # gpu, cpu or split:N; None: gpu where there is one
     adaptive: bool = False  # CPU or device for each expert, whichever ends sooner
     latents: int | None = None  # bytes of RAM for latents; None: all of them where they fit
+    summaries: int | None = None  # bytes of RAM for a sweep's block summaries; None: all of them
     scratch: Path | None = None  # folder for what does not; None: in the user's cache folder
 
     def __post_init__(self) -> None:
@@ -90,4 +91,4 @@ def limits_of(machine: Machine, options: Options) -> Limits:
         )
     else:
         total = options.ram
-    return Limits(total, options.cache, options.sweep, notes, options.latents)
+    return Limits(total, options.cache, options.sweep, notes, options.latents, options.summaries)

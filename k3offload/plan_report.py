@@ -56,6 +56,7 @@ class Ask:
     experts_on: str | None = None
     trunk_on: str | None = None
     latents: int | None = None
+    summaries: int | None = None
 
 
 class Model(Layout, Protocol):
@@ -224,7 +225,7 @@ def plan_of(layout: Model, ask: Ask) -> Plan:
 
 
 def _limits(ask: Ask) -> Limits:
-    return Limits(ask.ram, ask.cache, ask.sweep, latents=ask.latents)
+    return Limits(ask.ram, ask.cache, ask.sweep, latents=ask.latents, summaries=ask.summaries)
 
 
 def _setup(layout: Model, ask: Ask, rates: Rates, plan: Plan) -> Setup:

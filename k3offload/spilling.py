@@ -1,4 +1,4 @@
-"""What an engine keeps in its scratch folder: the latents that have no room in RAM."""
+"""What an engine keeps in its scratch folder: latents and block summaries without room in RAM."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .scheduler.plan import Plan
 from .spec import ModelSpec
 from .state import Home, HomeOf, Ledger
 from .tiers.scratch import Scratch
@@ -21,23 +22,36 @@ ITEM = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 class Spilling:
-    """The scratch folder in ``place`` (the usual one if None) and ``latents`` bytes of RAM for the
-    latents that spill.  Raises ``UsageError`` if the folder cannot be used."""
+    """The scratch folder in ``place`` (the usual one if None), and the memory that ``plan`` has for
+    what goes there: ``latents``, ``summaries``, None where all of them stay in RAM.
+
+    Raises ``UsageError`` if the folder cannot be used.
+    """
 
     def __init__(
         self,
         spec: ModelSpec,
         dtype: torch.dtype,
-        latents: int,
+        plan: Plan,
         place: Path | None,
         disk: DiskTier,
         warn: Callable[[str], None],
     ) -> None:
-        layout = Layout(spec.mla.latent, dtype.itemsize, ITEM[dtype])
-        room = room_for(latents, layout.block)
-        assert room is not None, latents
         self.scratch = Scratch(place, warn)
-        self.latents = Spill(self.scratch, disk, layout, room)
+
+        def spill(width: int, size: int, tile: int = 1) -> Spill:
+            layout = Layout(width, dtype.itemsize, ITEM[dtype])
+            room = room_for(size, layout.block, tile)
+            assert room is not None, (size, layout)
+            return Spill(self.scratch, disk, layout, room)
+
+        self.latents = self.summaries = None
+        if plan.latents is not None:
+            self.latents = spill(spec.mla.latent, plan.latents)
+        if plan.summaries is not None:
+            assert spec.attnres_block is not None
+            tile = -(-len(spec.layers) // spec.attnres_block)
+            self.summaries = spill(spec.hidden, plan.summaries, tile)
 
     def homes(self, ledger: Ledger) -> HomeOf:
         """Where each layer's state lives."""
@@ -46,10 +60,13 @@ class Spilling:
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """What went to disk and came back, by what it was."""
-        return {"latents": asdict(self.latents.counts)}
+        both = {"latents": self.latents, "block summaries": self.summaries}
+        return {what: asdict(one.counts) for what, one in both.items() if one is not None}
 
     def close(self) -> None:
         """Stop writing and delete the files."""
         with ExitStack() as last:
             last.callback(self.scratch.close)
-            last.callback(self.latents.close)
+            for one in (self.latents, self.summaries):
+                if one is not None:
+                    last.callback(one.close)

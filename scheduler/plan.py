@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config import ROW_TILE, align_up, show_size
-from ..errors import DoesNotFit
+from ..errors import DoesNotFit, UsageError
 
 WORTH = 64 << 20  #: bytes of latents that are moved to disk by themselves rather than refused
 
@@ -29,6 +29,14 @@ class Latents:
     def least_cap(self) -> int:
         """The smallest ``Limits.latents`` that can be kept."""
         return self.open + self.carried + self.least
+
+
+@dataclass(frozen=True)
+class Summaries:
+    """Bytes of the block summaries of a sweep, and of holding only a part of them in RAM."""
+
+    row: int  # of one row; part of ``Demand.working``
+    least: int  # slots and buffers without which nothing works
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,8 @@ class Demand:
     slot_objects: int = 0  # what the engine remembers about the page in a slot
     head_away: bool = False  # a device holds the head; it only passes through here
     latents: Latents | None = None  # None: there are none, or they cannot be moved to disk
+    summaries: Summaries | None = None  # the same
+    sealed: int = 0  # for summaries that are moved to disk
 
     @property
     def place(self) -> int:
@@ -63,13 +73,14 @@ class Demand:
 @dataclass(frozen=True)
 class Limits:
     """What the user and the machine allow.  ``cache`` caps the expert slots, ``rows`` a sweep,
-    ``latents`` the latents in RAM."""
+    ``latents`` the latents in RAM, ``summaries`` the block summaries of a sweep there."""
 
     total: int
     cache: int | None = None
     rows: int = 512
     notes: tuple[str, ...] = ()
     latents: int | None = None
+    summaries: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,12 @@ class Plan:
     place: str = "RAM"  # what this plan is of
     latents: int | None = None  # bytes for the newest ones and for buffers; None: all stay in RAM
     all_latents: int = 0  # bytes of all of them, where they do not all stay in RAM
+    summaries: int | None = None  # bytes for a part of a sweep's; None: all stay in RAM
+
+    @property
+    def spills(self) -> bool:
+        """Whether a scratch folder is needed."""
+        return self.latents is not None or self.summaries is not None
 
     @property
     def total(self) -> int:
@@ -118,8 +135,19 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
     """The plan for ``demand`` under ``limits``; raises ``DoesNotFit`` with the missing bytes.
 
     All latents stay in RAM if they fit there and ``limits.latents`` does not forbid it.  Otherwise
-    the newest of them do, in what the trunk leaves, and the plan says how many.
+    the newest of them do, in what the trunk leaves, and the plan says how many.  Block summaries
+    stay in RAM unless ``limits.summaries`` forbids it.
     """
+    for name, cap, held_ in (
+        ("--latents", limits.latents, demand.latents),
+        ("--summaries", limits.summaries, demand.summaries),
+    ):
+        if cap is not None and held_ is None:
+            raise UsageError(
+                f"{name} has nothing to act on: the model has none, or a GPU's memory holds them.",
+                "Leave it out; --device cpu has everything in RAM.",
+            )
+    demand = _summaries_moved(demand, limits)
     held, cap = demand.latents, limits.latents
     if held is None:
         return _make_plan(demand, limits, 0)
@@ -149,12 +177,33 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
     return _make_plan(spilled, limits, held.least, most)
 
 
+def _summaries_moved(demand: Demand, limits: Limits) -> Demand:
+    """``demand`` with ``limits.summaries`` bytes for summaries, if a sweep has more of them."""
+    held, cap = demand.summaries, limits.summaries
+    if held is None or cap is None:
+        return demand
+    row = held.row
+    if align_up(max(1, limits.rows), ROW_TILE) * row <= cap:
+        return demand
+    if cap < held.least:
+        raise DoesNotFit(
+            f"{cap:,} bytes of block summaries in RAM are too few: buffers take {held.least:,}.",
+            f"Give --summaries {-(-held.least // 10**6)}M or more.",
+            missing=held.least - cap,
+        )
+
+    def working(rows: int) -> int:  # few rows keep them, whatever the plan
+        return demand.working(rows) - max(0, rows - ROW_TILE) * row
+
+    return replace(demand, working=working, sealed=cap)
+
+
 def _make_plan(demand: Demand, limits: Limits, latents: int, most: int = 0) -> Plan:
     """``latents``: bytes of those that are kept in RAM beside ``demand.state``, at least; as far as
     there is room ``most``."""
     rows = align_up(max(1, limits.rows), ROW_TILE)
     fixed = demand.base + demand.tiles + demand.staging + demand.small
-    fixed += demand.state + demand.extra + demand.tables + latents
+    fixed += demand.state + demand.extra + demand.tables + demand.sealed + latents
     one = demand.place if demand.experts else 0
     ring = max(demand.layers, default=0)
     least = fixed + demand.working(ROW_TILE) + one + ring + _head_buffer(demand)
@@ -193,6 +242,7 @@ def _make_plan(demand: Demand, limits: Limits, latents: int, most: int = 0) -> P
         layer_sizes=tuple(demand.layers),
         notes=limits.notes,
         latents=latents + more if latents else None,
+        summaries=demand.sealed or None,
         all_latents=demand.latents.whole if latents and demand.latents else 0,
     )
 
@@ -209,6 +259,7 @@ def _purposes(
         ("trunk, streaming buffers", trunk.buffers),
         ("sequence state" if latents else "sequence state and latents", demand.state),
         ("latents, the newest, and buffers", latents),
+        ("block summaries, a part of them", demand.sealed),
         ("kept for the caller", demand.extra),
         ("cache policy", demand.tables),
         (f"working set of a sweep of {rows} tokens", demand.working(rows)),

@@ -30,7 +30,7 @@ GROUPS = {
     "tokenizer tokenizer_json textstream sampling layout",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "arena device_trunk fetch ring state weights",
-    "model": "adaptive model layer_kda layer_mla layer_moe",
+    "model": "adaptive model layer_kda layer_mla layer_moe stream",
     "session": "session",
     "engine": "accelerator devices open_device engine loading budget budget_kernels generate "
     "options plan_text spilling warmup",

@@ -74,7 +74,7 @@ def tight(tmp_path: Path) -> Iterator[Engine]:
 
 
 def spill(engine: Engine) -> Spill:
-    assert engine.spilling is not None
+    assert engine.spilling is not None and engine.spilling.latents is not None
     return engine.spilling.latents
 
 

@@ -31,7 +31,6 @@ from .tier_ram import Slab
 
 PIECE = 8 << 20  #: most bytes of a buffer that cold blocks are read into
 READ = 2 << 20  #: most bytes of one read of several blocks, so that several are in flight
-LEAST = 4  #: blocks of memory that an array can do with
 GOOD = 48 << 20  #: bytes of memory with which reads are long enough to be quick
 BEHIND = 32 << 20  #: most bytes that wait for their slots to be free while they are written
 REMEDY = (
@@ -52,12 +51,18 @@ def stride(block: int) -> int:
     return align_up(block, READ_ALIGN)
 
 
-def room_for(size: int, block: int) -> Room | None:
-    """How ``size`` bytes are shared out; None if they are too few for anything."""
+def least_room(tile: int = 1) -> int:
+    """Blocks of memory that arrays can do with: a buffer in use, one being read, two slots."""
+    return 2 * tile + 2
+
+
+def room_for(size: int, block: int, tile: int = 1) -> Room | None:
+    """How ``size`` bytes are shared out, where ``tile`` blocks must fit into a buffer; None if they
+    are too few for anything."""
     most = size // stride(block)
-    if most < LEAST:
+    if most < least_room(tile):
         return None
-    piece = max(1, min(PIECE // stride(block), most // 8))
+    piece = max(tile, min(PIECE // stride(block), most // 8))
     return Room(most - 2 * piece, piece)
 
 
@@ -287,14 +292,23 @@ class Spill:
         if not runs:
             yield list(tail)
             return
-        self._start(runs[0], 0)
+        for i, held in enumerate(self._read(runs), 1):
+            yield held + list(tail if i == len(runs) else ())
+
+    def tiles(self, tiles: Sequence[Sequence[Block]]) -> Iterator[list[Buffer]]:
+        """As ``pieces``, but each of ``tiles``, at most ``room.piece`` blocks, is a run."""
+        return self._read([[block.place for block in tile] for tile in tiles])
+
+    def _read(self, runs: Sequence[Sequence[_Place]]) -> Iterator[list[Buffer]]:
+        """The blocks of each run; the next run is read meanwhile."""
+        if runs:
+            self._start(runs[0], 0)
         for i, run in enumerate(runs):
             self._wait(i % 2)
             if i + 1 < len(runs):
                 self._start(runs[i + 1], (i + 1) % 2)
             cold = count(self._first(i % 2))
-            held = [self._slot_memory(next(cold) if p.slot is None else p.slot) for p in run]
-            yield held + list(tail if i + 1 == len(runs) else ())
+            yield [self._slot_memory(next(cold) if p.slot is None else p.slot) for p in run]
 
     def _first(self, which: int) -> int:
         """The first slot of a buffer."""

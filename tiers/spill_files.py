@@ -21,7 +21,8 @@ from .base import Buffer
 from .scratch import Scratch
 from .tier_disk import RETRIES, DiskTier
 
-CHUNK = 16  #: blocks of a file
+CHUNK = 16  #: blocks of a file at most
+FILE = 16 << 20  #: bytes of a file at most, but for one of a single block
 
 
 def zarr() -> Any:
@@ -47,9 +48,14 @@ class Layout(NamedTuple):
         """Bytes of a block."""
         return LATENT_BLOCK * self.width * self.item
 
+    @property
+    def chunk(self) -> int:
+        """Blocks of a file."""
+        return max(1, min(CHUNK, FILE // self.block))
+
 
 class File:
-    """Up to ``CHUNK`` blocks of an array.  ``live``: how many of them anybody still has."""
+    """Some blocks of an array.  ``live``: how many of them anybody still has."""
 
     def __init__(self, folder: Folder, index: int) -> None:
         self.folder, self.index = folder, index
@@ -60,7 +66,7 @@ class File:
     @property
     def full(self) -> bool:
         """Whether it has been given all of its blocks."""
-        return self.folder.blocks >= (self.index + 1) * CHUNK
+        return self.folder.blocks >= (self.index + 1) * self.folder.layout.chunk
 
 
 class Folder:
@@ -79,7 +85,7 @@ class Folder:
 
     def place(self) -> tuple[File, int]:
         """The file of the next block, and its number there."""
-        index, at = divmod(self.blocks, CHUNK)
+        index, at = divmod(self.blocks, self.layout.chunk)
         if index not in self.files:
             self.files[index] = File(self, index)
         file = self.files[index]
@@ -101,8 +107,8 @@ class Folder:
                 if attempt == RETRIES or error.errno not in (errno.EIO, errno.EAGAIN):
                     raise
                 time.sleep(0.05 * 4**attempt)
-        self._written = file.index * CHUNK + at + 1
-        if at + 1 == CHUNK:
+        self._written = file.index * self.layout.chunk + at + 1
+        if at + 1 == self.layout.chunk:
             self.describe()
 
     def _make(self, file: File) -> None:
@@ -110,7 +116,7 @@ class Folder:
             self._array = zarr().create_array(
                 store=str(self.path),
                 shape=(0, self.layout.width),
-                chunks=(CHUNK * LATENT_BLOCK, self.layout.width),
+                chunks=(self.layout.chunk * LATENT_BLOCK, self.layout.width),
                 dtype=f"uint{8 * self.layout.item}",
                 compressors=None,
                 filters=None,
@@ -118,7 +124,7 @@ class Folder:
                 chunk_key_encoding={"name": "v2", "separator": "."},
                 attributes={"dtype": self.layout.dtype, "first_token": self.first},
             )
-        size = CHUNK * self.layout.block
+        size = self.layout.chunk * self.layout.block
         self._scratch.check(size, "A scratch file")
         fd = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
