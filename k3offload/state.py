@@ -135,7 +135,7 @@ class SpilledLatents:
     def __init__(self, home: Home, width: int, dtype: torch.dtype, shared: int = 0) -> None:
         """``shared``: blocks that it will begin with, of another one."""
         assert home.spill is not None
-        self._home, self._width, self._dtype, self._spill = home, width, dtype, home.spill
+        self._home, self._width, self._dtype, self.spill = home, width, dtype, home.spill
         self._array = home.spill.array("latents", shared * LATENT_BLOCK)
         self._full: list[Block] = []
         self._open = _Block(home, width, dtype)  # the block that is not full
@@ -169,16 +169,16 @@ class SpilledLatents:
         return -(-self.length // LATENT_BLOCK)
 
     def rows(self, index: int) -> torch.Tensor:
-        """Block ``index``, [256, width]; rows beyond ``length`` may hold anything."""
+        """A copy of block ``index``, or the open one as it lies, [256, width]; rows beyond
+        ``length`` may hold anything.  Raises ``ScratchError``."""
         if index == len(self._full):
             return self._open.data
-        ((data,),) = self._spill.pieces([self._full[index]])
-        return self._tensor(data).clone()
+        return self._tensor(self.spill.copy(self._full[index]))
 
     def pieces(self) -> Pieces:
         """All blocks that hold tokens, for attention.  Raises ``ScratchError`` on the way."""
         tail = [_bytes(self._open.data)] if self.length % LATENT_BLOCK else []
-        for piece in self._spill.pieces(self._full, tail):
+        for piece in self.spill.pieces(self._full, tail):
             yield [self._tensor(data) for data in piece]
 
     def _tensor(self, data: Buffer) -> torch.Tensor:
@@ -258,7 +258,7 @@ class SequenceState:
         """
         spilled = [la for la in self.latents.values() if isinstance(la, SpilledLatents)]
         if spilled:
-            spilled[0]._spill.check(sum(latents.filled_by(count) for latents in spilled))
+            spilled[0].spill.check(sum(latents.filled_by(count) for latents in spilled))
         try:
             for latents in self.latents.values():
                 latents.reserve(count)

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -159,6 +160,34 @@ def test_the_next_piece_is_read_while_one_is_used(make: Callable[..., Case]) -> 
     assert case.spill.counts.read_bytes - before == 4 * size
     del pieces  # gives up in the middle; the buffers serve the next reader all the same
     check(case, blocks, given)
+
+
+def test_blocks_are_copied_from_other_threads(make: Callable[..., Case]) -> None:
+    """While the array grows and is read: each copy is right, wherever the block lies by then."""
+    case = make(room=Room(3, 2))
+    array = case.spill.array("a")
+    blocks, given = case.grow(array, 12)
+    wrong: list[int] = []
+    stop = threading.Event()
+
+    def copies() -> None:
+        while not stop.is_set():
+            for i, (block, data) in enumerate(zip(list(blocks), given, strict=False)):
+                if bytes(case.spill.copy(block)) != bytes(data):
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=copies) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(15):
+        data = case.data()
+        given.append(data)
+        blocks.append(array.append(data))
+        check(case, blocks, given)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_room_is_shared_out() -> None:

@@ -21,6 +21,8 @@ from itertools import count
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import numpy as np
+
 from ..config import LATENT_BLOCK, READ_ALIGN, align_up
 from ..errors import ReadError, ScratchError
 from .base import Buffer, Location, Priority, Ticket
@@ -107,6 +109,13 @@ class SpillArray:
     def append(self, data: Buffer) -> Block:
         """Add a block, copied from ``data``.  May wait for a slot.  Raises ``ScratchError``."""
         return self._spill.add(self._folder, data)
+
+
+def _landed(ticket: Ticket) -> None:
+    try:
+        ticket.wait()
+    except ReadError as error:
+        raise ScratchError(error.problem, REMEDY) from error
 
 
 def _again(error: ScratchError) -> ScratchError:
@@ -295,6 +304,19 @@ class Spill:
         for i, held in enumerate(self._read(runs), 1):
             yield held + list(tail if i == len(runs) else ())
 
+    def copy(self, block: Block) -> Buffer:
+        """The bytes of ``block``, for any thread at any time.  Raises ``ScratchError``."""
+        place, data = block.place, np.empty(self.layout.block, np.uint8)
+        with self._change:
+            if place.slot is not None:
+                data[:] = self._slot_memory(place.slot)
+                return data
+        number = place.file.number  # out of memory: on disk for good
+        assert number is not None
+        here = Location(number, place.at * data.size, data.size)
+        _landed(self._disk.read_scatter([(here, data)]))
+        return data
+
     def tiles(self, tiles: Sequence[Sequence[Block]]) -> Iterator[list[Buffer]]:
         """As ``pieces``, but each of ``tiles``, at most ``room.piece`` blocks, is a run."""
         return self._read([[block.place for block in tile] for tile in tiles])
@@ -362,9 +384,7 @@ class Spill:
         begun = time.perf_counter()
         ticket.raise_to(Priority.DEMAND)
         try:
-            ticket.wait()
-        except ReadError as error:
-            raise ScratchError(error.problem, REMEDY) from error
+            _landed(ticket)
         finally:
             self.counts.wait_seconds += time.perf_counter() - begun
 
