@@ -2,8 +2,9 @@
 
     python -m benchmarks.long_context [prompt] [step] [wide]  [--tokens 65536] [--scratch DIR]
 
-* ``prompt``: 65,536 tokens through the embedded model with 4 MB for latents, and with all of them;
-  the logits of the last 64 tokens must have the same bits.
+* ``prompt``: 65,536 tokens through the embedded model in sweeps of 8,192 with 4 MB for latents and
+  2 MB for block summaries, and with all of them; the logits of the last 64 tokens must have the
+  same bits.
 * ``step``: one decode step of the embedded model after 1,048,575 made-up latents a layer, with
   100 MB for latents, and with all of them; bits as above.
 * ``wide``: the same step of a model of K3's widths (7 GB, made and deleted again; 1.2 GB of latents
@@ -20,9 +21,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,18 +46,29 @@ APPEND = 1 << 14  #: made-up latents at a time
 Rows = npt.NDArray[np.float32]
 
 
-def prompt(engine: Engine, count: int, keep: int = 64) -> tuple[Rows, float]:
-    """Logits of the last ``keep`` of ``count`` tokens, and seconds."""
+class Found(NamedTuple):
+    """Logits, and seconds of a prompt or the median of decode steps; the processor's seconds show
+    how much of a difference is the machine's other work.  ``read``: latent bytes from disk."""
+
+    rows: Rows
+    seconds: float
+    processor: float
+    read: float
+
+
+def prompt(engine: Engine, count: int, keep: int = 64) -> Found:
+    """The last ``keep`` of ``count`` tokens."""
     tokens = [(37 * i + i // 5) % engine.spec.vocab for i in range(count)]
     rows: list[Rows] = []
     state = engine.new_state()
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), time.process_time()
     for first, end, decode in spans(count, engine.plan.sweep_rows, None):
         run = Run(state, tokens[first:end], max(0, end - max(first, count - keep)), decode)
         engine.run([run], lambda i, position, row: rows.append(row.numpy().copy()))
         if run.error is not None:
             raise run.error
-    return np.concatenate(rows), time.perf_counter() - begin
+    seconds, used = time.perf_counter() - begin, time.process_time() - used
+    return Found(np.concatenate(rows), seconds, used, latents_on_disk(engine))
 
 
 def made_up(engine: Engine, count: int) -> SequenceState:
@@ -71,57 +83,63 @@ def made_up(engine: Engine, count: int) -> SequenceState:
     return state
 
 
-def steps(engine: Engine, count: int, rounds: int) -> tuple[Rows, float, float]:
-    """Logits of ``rounds`` decode steps after ``count`` latents; the median of their seconds and of
-    the latent bytes that they read."""
+def steps(engine: Engine, count: int, rounds: int) -> Found:
+    """``rounds`` decode steps after ``count`` latents."""
     rows: list[Rows] = []
-    seconds, read = [], []
+    figures: list[tuple[float, float, float]] = []
     state = made_up(engine, count)
     for token in range(rounds):
-        before, begin = spilled(engine)["read_bytes"], time.perf_counter()
+        before = latents_on_disk(engine)
+        begin, used = time.perf_counter(), time.process_time()
         run = Run(state, [token], 1, True)
         engine.run([run], lambda i, position, row: rows.append(row.numpy().copy()))
-        seconds.append(time.perf_counter() - begin)
-        read.append(spilled(engine)["read_bytes"] - before)
+        seconds, used = time.perf_counter() - begin, time.process_time() - used
+        figures.append((seconds, used, latents_on_disk(engine) - before))
         if run.error is not None:
             raise run.error
-    return np.concatenate(rows), statistics.median(seconds), statistics.median(read)
+    return Found(np.concatenate(rows), *map(statistics.median, zip(*figures, strict=True)))
 
 
-def spilled(engine: Engine) -> dict[str, Any]:
-    """What latents went to disk and came back; nothing if all stayed in RAM."""
-    if engine.spilling is None:
-        return {"written_bytes": 0, "read_bytes": 0}
-    return engine.spilling.facts()["latents"]
+def latents_on_disk(engine: Engine) -> float:
+    """Bytes of latents that were read from disk so far."""
+    facts = engine.spilling.facts() if engine.spilling else {}
+    read: float = facts["latents"]["read_bytes"] if "latents" in facts else 0
+    return read
 
 
 def compare(
-    folder: Path | str, latents: int, work: Callable[[Engine], Sequence[Any]], **how: Any
+    folder: Path | str, caps: dict[str, Any], work: Callable[[Engine], Found], **how: Any
 ) -> dict[str, Any]:
-    """``work`` with ``latents`` bytes for latents and with all of them.  Raises ``SystemExit``
-    where the bits differ or nothing came back from disk."""
+    """``work`` with ``caps`` (options of ``load``) and with everything in RAM.  Raises
+    ``SystemExit`` where the bits differ or nothing came back from disk."""
     with k3offload.load(folder, **how) as engine:
-        base, alone, *_ = work(engine)
-    with k3offload.load(folder, latents=latents, **how) as engine:
-        rows, seconds, *rest = work(engine)
-        facts = spilled(engine)
-    if rows.tobytes() != base.tobytes():
-        raise SystemExit("The bits differ from those of a run with all latents in RAM.")
-    if not (facts["written_bytes"] and facts["read_bytes"]):
-        raise SystemExit("No latents went to disk and came back.")
+        base = work(engine)
+    with k3offload.load(folder, **caps, **how) as engine:
+        capped = work(engine)
+        facts = engine.spilling.facts() if engine.spilling else {}
+    if capped.rows.tobytes() != base.rows.tobytes():
+        raise SystemExit("The bits differ from those of a run with everything in RAM.")
+    if len(facts) < len(caps) or not all(f["read_bytes"] for f in facts.values()):
+        raise SystemExit(f"Not everything went to disk and came back: {facts}")
     return {
-        "latents_in_ram": latents,
-        "seconds": seconds,
-        "seconds_with_all_in_ram": alone,
-        "ratio": seconds / alone,
+        **caps,
+        "seconds": capped.seconds,
+        "seconds_with_all_in_ram": base.seconds,
+        "ratio": capped.seconds / base.seconds,
+        "processor_ratio": capped.processor / base.processor,
+        "latent_bytes_read": capped.read,
         "scratch": facts,
-        **({"read_bytes_a_step": rest[0]} if rest else {}),
     }
 
 
 def of_prompt(given: argparse.Namespace, how: dict[str, Any]) -> dict[str, Any]:
     found = compare(
-        "nano", 4_000_000, lambda e: prompt(e, given.tokens), context=given.tokens, **how
+        "nano",
+        {"latents": 4_000_000, "summaries": 2_000_000},
+        lambda e: prompt(e, given.tokens),
+        context=given.tokens,
+        sweep=8192,
+        **how,
     )
     return {"tokens": given.tokens, **found}
 
@@ -129,7 +147,11 @@ def of_prompt(given: argparse.Namespace, how: dict[str, Any]) -> dict[str, Any]:
 def of_step(given: argparse.Namespace, how: dict[str, Any]) -> dict[str, Any]:
     count = MILLION - given.rounds
     found = compare(
-        "nano", 100_000_000, lambda e: steps(e, count, given.rounds), context=MILLION, **how
+        "nano",
+        {"latents": 100_000_000},
+        lambda e: steps(e, count, given.rounds),
+        context=MILLION,
+        **how,
     )
     return bound("nano", found)
 
@@ -140,7 +162,11 @@ def of_wide(given: argparse.Namespace, how: dict[str, Any]) -> dict[str, Any]:
         folder, count = Path(made) / "model", MILLION - given.rounds
         make_tiny(folder, "wide")
         found = compare(
-            folder, 200_000_000, lambda e: steps(e, count, given.rounds), context=MILLION, **how
+            folder,
+            {"latents": 200_000_000},
+            lambda e: steps(e, count, given.rounds),
+            context=MILLION,
+            **how,
         )
         return bound(folder, found)
 
@@ -148,7 +174,7 @@ def of_wide(given: argparse.Namespace, how: dict[str, Any]) -> dict[str, Any]:
 def bound(folder: Path | str, found: dict[str, Any]) -> dict[str, Any]:
     """``found`` with its bound: what reading at the line rate takes, or compute alone."""
     rate = read_rate(Checkpoint.open(find_model(folder)), 2.0).rate
-    read = found["read_bytes_a_step"] / rate
+    read = found["latent_bytes_read"] / rate
     ratio = found["seconds"] / max(read, found["seconds_with_all_in_ram"])
     return {**found, "line_rate": rate, "read_seconds": read, "ratio_to_bound": ratio}
 
