@@ -13,7 +13,7 @@ from .scheduler.plan import Demand, Latents, Summaries
 from .scheduler.reuse import memory
 from .spec import ModelSpec
 from .tiers.base import Location
-from .tiers.spill import GOOD, least_room, stride
+from .tiers.spill_room import GOOD, least_room, place
 from .tiers.tier_disk import READERS, STAGING, windows
 
 BACKEND = Backend()
@@ -81,7 +81,7 @@ def latents_of(spec: ModelSpec, dtype: str, context: int, sessions: int) -> Late
     mla, layers = spec.mla, len(spec.mla_layers)
     block = LATENT_BLOCK * mla.latent * ITEM[dtype]
     whole = sessions * layers * align_up(context, LATENT_BLOCK) // LATENT_BLOCK * block
-    least = least_room() * stride(block)
+    least = least_room() * place(block)
     return Latents(
         whole=whole,
         open=sessions * layers * block,
@@ -97,7 +97,7 @@ def summaries_of(spec: ModelSpec, dtype: str) -> Summaries | None:
         return None
     count = -(-len(spec.layers) // spec.attnres_block)
     tile = LATENT_BLOCK * spec.hidden * ITEM[dtype]
-    return Summaries(count * spec.hidden * ITEM[dtype], least_room(count) * stride(tile))
+    return Summaries(count * spec.hidden * ITEM[dtype], least_room(count) * place(tile))
 
 
 def slot_size(layout: Layout) -> int:

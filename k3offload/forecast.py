@@ -18,8 +18,9 @@ Pure arithmetic, no torch, no files.  What is assumed, and stated wherever a fig
 * **Row-wise work** (norms, mixes, sums) counts the numbers it reads; attention and the KDA
   recurrence (with its convolutions and gates) count multiply-adds, decode rows also the state that
   they read.
-* **Latents** that have no room in RAM are read back while attention computes, by a decode row once
-  and by a prompt once for each group of rows; the layer waits for the longer of the two.
+* **Scratch files.** Latents that have no room in RAM are read back while attention computes, by a
+  decode row once and by a prompt once for each group of rows, block summaries twice a layer; what
+  comes before the router takes the longer of reading and computing.
 * A trunk that is quantised while it streams is read as it is stored; only a pack reads less.
 
 ``rates.py`` says where a machine's rates come from.
@@ -33,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .config import GROUP_ROWS, KDA_CHUNK
+from .config import GROUP_ROWS, KDA_CHUNK, ROW_TILE
 from .forecast_sizes import attended_pairs, distinct, is_product, weight_of
 from .inventory import DENSE, HEAD, KDA, MLA, ROUTERS
 from .rates import EXPERTS, Rates
@@ -87,7 +88,7 @@ class Forecast:
     overhead_seconds: float
     expert_bytes: float  #: read from disk
     trunk_bytes: float  #: read from disk
-    latent_bytes: float  #: read from disk
+    scratch_bytes: float  #: latents and block summaries read back
     weight_bytes: float  #: of weights read from memory
     macs: float  #: multiply-adds of products with weights, attention apart
     experts: float  #: different experts asked for
@@ -146,14 +147,14 @@ def prompt_seconds(setup: Setup, tokens: int) -> float:
 
 class _Work(NamedTuple):
     """What a layer's rows cost before its router has spoken and after it, and the bytes of its
-    trunk and its latents that the sweep reads from disk."""
+    trunk and of scratch files that the sweep reads from disk."""
 
     before: Cost
     after: Cost
     weight_bytes: float
     macs: float
     trunk: int
-    latents: float
+    scratch: float
 
 
 class _Sweep:
@@ -190,17 +191,17 @@ class _Sweep:
             total = total.plus(work.before).plus(work.after)
         expert_bytes = self.missed * one * len(spec.moe_layers)
         trunk_bytes = read + sum(work.trunk for work in works)
-        latent_bytes = sum(work.latents for work in works)
+        scratch_bytes = sum(work.scratch for work in works)
         return Forecast(
             rows=self.n,
             seconds=seconds,
-            disk_seconds=(expert_bytes + trunk_bytes + latent_bytes) / self.rates.disk,
+            disk_seconds=(expert_bytes + trunk_bytes + scratch_bytes) / self.rates.disk,
             memory_seconds=total.memory,
             arithmetic_seconds=total.arithmetic,
             overhead_seconds=total.overhead,
             expert_bytes=expert_bytes,
             trunk_bytes=trunk_bytes,
-            latent_bytes=latent_bytes,
+            scratch_bytes=scratch_bytes,
             weight_bytes=kept + sum(work.weight_bytes for work in works),
             macs=sum(work.macs for work in works)
             + spec.vocab * spec.hidden * (self.n if self.decode else 1),
@@ -244,11 +245,11 @@ class _Sweep:
                     room -= 1
                 experts = expert_seconds if self.spec.layers[i].ffn == "moe" else 0.0
                 waited = experts * (1 - self.setup.covered)
-                latents = work.latents / disk
-                before = max(work.before.seconds, latents)
+                scratch = work.scratch / disk
+                before = max(work.before.seconds, scratch)
                 after = max(work.after.seconds, waited)
                 if streamed:
-                    read_ahead(before - latents + max(0.0, after - experts), room)
+                    read_ahead(before - scratch + max(0.0, after - experts), room)
                 now += before + after
             marks.append(now)
         return marks[1] - marks[0]
@@ -291,8 +292,10 @@ class _Sweep:
                 after = after.plus(cost)
             weights += size
             macs += self.n * math.prod(tensor.shape)
-        latents = 0.0 if layer.attention == "kda" else self._latents()
-        return _Work(before, after, weights, macs, self._stored(layer), latents)
+        scratch = self._summaries(layer)
+        if layer.attention != "kda":
+            scratch += self._latents()
+        return _Work(before, after, weights, macs, self._stored(layer), scratch)
 
     def _product(self, kind: str, size: float, macs: float, rows: float | None = None) -> Cost:
         """``rows`` rows (all if None) times a weight of ``size`` bytes, ``macs`` a row."""
@@ -360,6 +363,15 @@ class _Sweep:
         if not self.decode:  # each group of rows reads what stands before it
             tokens = self.groups * (self.position + GROUP_ROWS * (self.groups - 1) / 2)
         return spilled * tokens * self.spec.mla.latent * self.itemsize
+
+    def _summaries(self, layer: LayerSpec) -> float:
+        """Bytes of block summaries that a layer reads from disk, before each of its two mixes."""
+        held, block, spec = self.setup.plan.summaries, self.spec.attnres_block, self.spec
+        if held is None or block is None or self.n <= ROW_TILE:
+            return 0.0
+        row = spec.hidden * self.itemsize
+        whole = self.n * row * -(-len(spec.layers) // block)
+        return 2 * max(0.0, 1 - held / whole) * self.n * row * (1 + layer.index // block)
 
     def _head(self) -> tuple[Cost, int]:
         """The head for the rows whose logits are kept: all decode rows, a prompt's last one."""

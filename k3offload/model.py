@@ -88,7 +88,7 @@ class Model:
         sides: Sides,
         dtype: torch.dtype,
         schedule: Schedule | None = None,
-        summaries: Spill | None = None,
+        summaries: Spill[torch.Tensor] | None = None,
     ) -> None:
         """``summaries``: where block summaries go; they stay in memory if it is None."""
         self.spec = weights.spec
@@ -152,7 +152,7 @@ class Model:
         block = self.spec.attnres_block or len(self.spec.layers)
         count = -(-len(self.spec.layers) // block)
         self._summaries.check(count * -(-rows // TILE))
-        return Spilled(self._summaries, rows, self._dtype)
+        return Spilled(self._summaries)
 
     def _embed(self, runs: Sequence[Run], groups: Sequence[Group]) -> torch.Tensor:
         tokens: list[int] = []

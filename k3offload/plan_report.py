@@ -333,8 +333,8 @@ def _step_lines(what: str, unit: str, step: Forecast) -> list[str]:
     read = f"{show_size(step.expert_bytes)} of experts"
     if step.trunk_bytes:
         read += f" and {show_size(step.trunk_bytes)} of trunk"
-    if step.latent_bytes:
-        read += f" and {show_size(step.latent_bytes)} of latents"
+    if step.scratch_bytes:
+        read += f" and {show_size(step.scratch_bytes)} of scratch files"
     return [
         f"{what}: {_seconds(step.seconds)} {unit}, limited by {step.limit}",
         f"  disk {_seconds(step.disk_seconds)} ({read}), memory {_seconds(step.memory_seconds)}, "

@@ -10,15 +10,23 @@ from typing import Any
 
 import torch
 
+from .config import LATENT_BLOCK
 from .scheduler.plan import Plan
 from .spec import ModelSpec
 from .state import Home, HomeOf, Ledger
+from .tiers.base import Buffer
 from .tiers.scratch import Scratch
-from .tiers.spill import Spill, room_for
+from .tiers.spill import Spill
 from .tiers.spill_files import Layout
+from .tiers.spill_room import room_for
 from .tiers.tier_disk import DiskTier
 
 ITEM = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+def as_block(dtype: torch.dtype, width: int) -> Callable[[Buffer], torch.Tensor]:
+    """Bytes -> the block [256, width] that they are."""
+    return lambda data: torch.from_numpy(data).view(dtype).view(LATENT_BLOCK, width)
 
 
 class Spilling:
@@ -39,11 +47,11 @@ class Spilling:
     ) -> None:
         self.scratch = Scratch(place, warn)
 
-        def spill(width: int, size: int, tile: int = 1) -> Spill:
+        def spill(width: int, size: int, tile: int = 1) -> Spill[torch.Tensor]:
             layout = Layout(width, dtype.itemsize, ITEM[dtype])
             room = room_for(size, layout.block, tile)
             assert room is not None, (size, layout)
-            return Spill(self.scratch, disk, layout, room)
+            return Spill(self.scratch, disk, layout, room, as_block(dtype, width))
 
         self.latents = self.summaries = None
         if plan.latents is not None:

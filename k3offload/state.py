@@ -65,7 +65,7 @@ class Home(NamedTuple):
 
     where: torch.device
     ledger: Ledger
-    spill: Spill | None = None
+    spill: Spill[torch.Tensor] | None = None
 
 
 class _Block:
@@ -173,16 +173,12 @@ class SpilledLatents:
         ``length`` may hold anything.  Raises ``ScratchError``."""
         if index == len(self._full):
             return self._open.data
-        return self._tensor(self.spill.copy(self._full[index]))
+        return self.spill.view(self.spill.copy(self._full[index]))
 
     def pieces(self) -> Pieces:
         """All blocks that hold tokens, for attention.  Raises ``ScratchError`` on the way."""
-        tail = [_bytes(self._open.data)] if self.length % LATENT_BLOCK else []
-        for piece in self.spill.pieces(self._full, tail):
-            yield [self._tensor(data) for data in piece]
-
-    def _tensor(self, data: Buffer) -> torch.Tensor:
-        return torch.from_numpy(data).view(self._dtype).view(LATENT_BLOCK, self._width)
+        tail = [self._open.data] if self.length % LATENT_BLOCK else []
+        return self.spill.pieces(self._full, tail)
 
     def copy(self) -> SpilledLatents:
         other = SpilledLatents(self._home, self._width, self._dtype, len(self._full))

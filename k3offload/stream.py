@@ -13,7 +13,6 @@ import torch
 from .config import LATENT_BLOCK
 from .layer_moe import Side
 from .scheduler.sweep import Group
-from .tiers.base import Buffer
 from .tiers.spill import Block, Spill, SpillArray
 
 TILE = LATENT_BLOCK  #: rows of a sweep that are read back together
@@ -49,11 +48,10 @@ class Resident:
 
 
 class Spilled:
-    """Summaries of ``rows`` rows of ``dtype`` in scratch files.  Raises ``ScratchError``."""
+    """Summaries in scratch files.  Raises ``ScratchError``."""
 
-    def __init__(self, spill: Spill, rows: int, dtype: torch.dtype) -> None:
-        self._spill, self._dtype = spill, dtype
-        self._tiles = -(-rows // TILE)
+    def __init__(self, spill: Spill[torch.Tensor]) -> None:
+        self._spill = spill
         self._arrays: list[SpillArray] = []
         self._blocks: list[list[Block]] = []  # of each summary its tiles
 
@@ -106,11 +104,7 @@ class Spilled:
 
     def _read(self, tiles: Sequence[int]) -> Iterator[list[torch.Tensor]]:
         """Each of ``tiles`` of all summaries, [256, H]; good until the next one is asked for."""
-        for held in self._spill.tiles([[own[t] for own in self._blocks] for t in tiles]):
-            yield [self._tensor(data) for data in held]
-
-    def _tensor(self, data: Buffer) -> torch.Tensor:
-        return torch.from_numpy(data).view(self._dtype).view(TILE, -1)
+        return self._spill.tiles([[own[t] for own in self._blocks] for t in tiles])
 
     def move(self, where: torch.device) -> None:
         assert where.type == "cpu"  # no device has part in a sweep that spills

@@ -18,10 +18,12 @@ from k3offload.generate import Done, Request, generate
 from k3offload.loading import load
 from k3offload.sampling import Sampling
 from k3offload.session import Session
+from k3offload.spilling import as_block
 from k3offload.state import Home, Ledger, SpilledLatents
 from k3offload.tiers import scratch as scratch_module
 from k3offload.tiers.scratch import MARK
-from k3offload.tiers.spill import Room, Spill
+from k3offload.tiers.spill import Spill
+from k3offload.tiers.spill_room import Room
 from tests.contract.test_kernel import generator, poisoned
 from tests.contract.test_kernel import same_bits as same_tensors
 from tests.helpers_engine import (
@@ -73,7 +75,7 @@ def tight(tmp_path: Path) -> Iterator[Engine]:
         yield engine
 
 
-def spill(engine: Engine) -> Spill:
+def spill(engine: Engine) -> Spill[torch.Tensor]:
     assert engine.spilling is not None and engine.spilling.latents is not None
     return engine.spilling.latents
 
@@ -159,7 +161,7 @@ def test_forks_and_snapshots_share_blocks(resident: Engine, tight: Engine) -> No
 
 def test_a_sequence_of_blocks_keeps_its_rows(tmp_path: Path) -> None:
     """``rows``, ``pieces`` and copies against the rows that were appended."""
-    case = Case(tmp_path, WIDE, Room(2, 1))
+    case = Case(tmp_path, WIDE, Room(2, 1), as_block(torch.bfloat16, 40))
     home = Home(torch.device("cpu"), Ledger(3 * WIDE.block), case.spill)
     rows = randn(generator(0), 1500, 40, dtype=torch.bfloat16)
     one = SpilledLatents(home, 40, torch.bfloat16)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +25,9 @@ from k3offload.errors import ScratchError, UsageError
 from k3offload.tiers import scratch as scratch_module
 from k3offload.tiers.base import Buffer
 from k3offload.tiers.scratch import MARK, PREFIX, Scratch, file_system, usual_place
-from k3offload.tiers.spill import Block, Room, Spill, SpillArray, room_for
+from k3offload.tiers.spill import Block, Spill, SpillArray
 from k3offload.tiers.spill_files import CHUNK, Layout
+from k3offload.tiers.spill_room import Room, room_for
 from k3offload.tiers.tier_disk import DiskTier
 
 zarr = pytest.importorskip("zarr")  # there is none of version 3 for Python 3.10
@@ -36,9 +38,15 @@ WIDE, ODD = Layout(40, 2, "bfloat16"), Layout(5, 4, "float32")  #: whole pages a
 class Case:
     """A spill in a folder of its own, and what it was given."""
 
-    def __init__(self, place: Path, layout: Layout = WIDE, room: Room = SMALL) -> None:
+    def __init__(
+        self,
+        place: Path,
+        layout: Layout = WIDE,
+        room: Room = SMALL,
+        view: Callable[[Buffer], Any] = lambda data: data,
+    ) -> None:
         self.scratch, self.disk = Scratch(place), DiskTier([], lambda page: [])
-        self.spill = Spill(self.scratch, self.disk, layout, room)
+        self.spill: Spill[Any] = Spill(self.scratch, self.disk, layout, room, view)
         self.random = np.random.default_rng(0)
 
     def data(self) -> Buffer:
@@ -191,11 +199,11 @@ def test_blocks_are_copied_from_other_threads(make: Callable[..., Case]) -> None
 
 
 def test_room_is_shared_out() -> None:
-    assert room_for(3 * 20480, WIDE.block) is None
-    for size in (4 * 20480, 10**6, 10**9):
+    assert room_for(4 * 20480, WIDE.block) is None
+    for size in (4 * 21504, 10**6, 10**9):
         room = room_for(size, WIDE.block)
         assert room is not None and room.slots >= 2 and room.piece >= 1
-        assert (room.slots + 2 * room.piece) * 20480 <= size
+        assert (room.slots + 2 * room.piece) * 21504 <= size
 
 
 # ---- files ----

@@ -19,10 +19,12 @@ from k3offload.model import Run
 from k3offload.plan_report import Ask, SpecLayout, _demand, plan_of, spec_of
 from k3offload.scheduler.plan import Limits, make_plan
 from k3offload.scheduler.sweep import Span, pack
+from k3offload.spilling import as_block
 from k3offload.stream import Resident, Spilled
 from k3offload.tiers import scratch as scratch_module
-from k3offload.tiers.spill import Room, Spill
+from k3offload.tiers.spill import Spill
 from k3offload.tiers.spill_files import Layout
+from k3offload.tiers.spill_room import Room
 from tests.contract.test_kernel import generator
 from tests.contract.test_kernel import same_bits as same_tensors
 from tests.helpers_engine import (
@@ -61,7 +63,7 @@ def expected() -> Iterator[Logits]:
         yield logits_of(engine, TOKENS, LENGTH)
 
 
-def spill(engine: Engine) -> Spill:
+def spill(engine: Engine) -> Spill[torch.Tensor]:
     assert engine.spilling is not None and engine.spilling.summaries is not None
     return engine.spilling.summaries
 
@@ -73,11 +75,11 @@ def spill(engine: Engine) -> Spill:
 def test_both_forms_give_the_same_rows(tmp_path: Path, room: Room) -> None:
     """Sums of all sealed rows, group by group and row by row; groups do not begin at tiles."""
     width, rows = 40, 1000
-    case = Case(tmp_path, Layout(width, 4, "float32"), room)
+    case = Case(tmp_path, Layout(width, 4, "float32"), room, as_block(torch.float32, width))
     groups = pack([Span(0, 1, True), Span(70, 1, True), Span(30, rows - 2, False)])
     assert groups[-1].end == rows and groups[1].begin % 256
     g = generator(0)
-    spilled, resident = Spilled(case.spill, rows, torch.float32), Resident()
+    spilled, resident = Spilled(case.spill), Resident()
     with torch.inference_mode():
         for _ in range(3):
             p = randn(g, rows, width)

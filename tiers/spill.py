@@ -15,57 +15,30 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from ..config import LATENT_BLOCK, READ_ALIGN, align_up
+from ..config import LATENT_BLOCK
 from ..errors import ReadError, ScratchError
 from .base import Buffer, Location, Priority, Ticket
 from .scratch import Scratch
 from .spill_files import File, Folder, Layout
+from .spill_room import Room, stride
 from .tier_disk import DiskTier
 from .tier_ram import Slab
 
-PIECE = 8 << 20  #: most bytes of a buffer that cold blocks are read into
+T = TypeVar("T")
 READ = 2 << 20  #: most bytes of one read of several blocks, so that several are in flight
-GOOD = 48 << 20  #: bytes of memory with which reads are long enough to be quick
 BEHIND = 32 << 20  #: most bytes that wait for their slots to be free while they are written
 REMEDY = (
     "The sequence's state is lost, others go on: reset it, or go back to a snapshot that is in "
     "memory. Give the scratch folder room (--scratch DIR, --latents SIZE)."
 )
-
-
-class Room(NamedTuple):
-    """Blocks of memory: slots of the hot window, and each of the two buffers."""
-
-    slots: int
-    piece: int
-
-
-def stride(block: int) -> int:
-    """Bytes of memory that a block of ``block`` bytes takes."""
-    return align_up(block, READ_ALIGN)
-
-
-def least_room(tile: int = 1) -> int:
-    """Blocks of memory that arrays can do with: a buffer in use, one being read, two slots."""
-    return 2 * tile + 2
-
-
-def room_for(size: int, block: int, tile: int = 1) -> Room | None:
-    """How ``size`` bytes are shared out, where ``tile`` blocks must fit into a buffer; None if they
-    are too few for anything."""
-    most = size // stride(block)
-    if most < least_room(tile):
-        return None
-    piece = max(tile, min(PIECE // stride(block), most // 8))
-    return Room(most - 2 * piece, piece)
 
 
 @dataclass
@@ -103,7 +76,7 @@ class Block:
 class SpillArray:
     """A growing array.  Made by ``Spill.array``."""
 
-    def __init__(self, folder: Folder, spill: Spill) -> None:
+    def __init__(self, folder: Folder, spill: Spill[Any]) -> None:
         self._folder, self._spill = folder, spill
 
     def append(self, data: Buffer) -> Block:
@@ -123,14 +96,26 @@ def _again(error: ScratchError) -> ScratchError:
     return ScratchError(error.problem, error.remedy)
 
 
-class Spill:
+class Spill(Generic[T]):
     """Memory and files of arrays with one layout.  Reads go through ``disk``.  One thread at a
-    time appends and reads; blocks may be let go of anywhere."""
+    time appends and reads; blocks may be let go of anywhere.
 
-    def __init__(self, scratch: Scratch, disk: DiskTier, layout: Layout, room: Room) -> None:
+    ``view`` makes what readers get of a block's memory; it is called once for each place there.
+    """
+
+    def __init__(
+        self,
+        scratch: Scratch,
+        disk: DiskTier,
+        layout: Layout,
+        room: Room,
+        view: Callable[[Buffer], T],
+    ) -> None:
         self._scratch, self._disk, self.layout, self.room = scratch, disk, layout, room
         self._stride = stride(layout.block)
         self._memory = Slab((room.slots + 2 * room.piece) * self._stride).bytes
+        self.view, places = view, range(room.slots + 2 * room.piece)
+        self._views = [view(self._slot_memory(place)) for place in places]
         self._under_way: list[Ticket | None] = [None, None]  # of the buffers behind the slots
         self.counts = SpillCounts()
         self._numbers = count()
@@ -173,7 +158,11 @@ class Spill:
                 begun = time.perf_counter()
                 self._change.wait()
                 self.counts.full_seconds += time.perf_counter() - begun
-            self._slot_memory(slot)[:] = data
+            try:
+                self._slot_memory(slot)[:] = data
+            except BaseException:  # interrupted
+                self._free.append(slot)
+                raise
             place = _Place(slot, *folder.place())
             self._dirty[place] = None
             block = Block(place)
@@ -262,7 +251,7 @@ class Spill:
             place.file.folder.write(place.file, place.at, data, self._disk)
         except ScratchError as error:
             return ScratchError(error.problem, REMEDY)
-        except OSError as error:
+        except Exception as error:  # whatever it was, the thread goes on for others
             return ScratchError(f"Writing {place.file.path} failed: {error}.", REMEDY)
         return None
 
@@ -284,7 +273,7 @@ class Spill:
         with self._change:
             self._flushing = True
             self._wake.put(None)
-            while self._dirty or self._writing is not None:
+            while (self._dirty or self._writing is not None) and not self._closed:
                 self._change.wait()
             self._flushing = False
             for folder in {place.file.folder: None for place in self._safe}:
@@ -292,10 +281,8 @@ class Spill:
 
     # ---- reading ----
 
-    def pieces(
-        self, blocks: Sequence[Block], tail: Sequence[Buffer] = ()
-    ) -> Iterator[list[Buffer]]:
-        """The bytes of ``blocks`` in runs, ``tail`` at the end of the last one.  A run may be
+    def pieces(self, blocks: Sequence[Block], tail: Sequence[T] = ()) -> Iterator[list[T]]:
+        """Views of ``blocks`` in runs, ``tail`` at the end of the last one.  A run may be
         overwritten once the next one is asked for.  Raises ``ScratchError``."""
         runs = self._runs(blocks)
         if not runs:
@@ -317,11 +304,11 @@ class Spill:
         _landed(self._disk.read_scatter([(here, data)]))
         return data
 
-    def tiles(self, tiles: Sequence[Sequence[Block]]) -> Iterator[list[Buffer]]:
+    def tiles(self, tiles: Sequence[Sequence[Block]]) -> Iterator[list[T]]:
         """As ``pieces``, but each of ``tiles``, at most ``room.piece`` blocks, is a run."""
         return self._read([[block.place for block in tile] for tile in tiles])
 
-    def _read(self, runs: Sequence[Sequence[_Place]]) -> Iterator[list[Buffer]]:
+    def _read(self, runs: Sequence[Sequence[_Place]]) -> Iterator[list[T]]:
         """The blocks of each run; the next run is read meanwhile."""
         if runs:
             self._start(runs[0], 0)
@@ -330,7 +317,7 @@ class Spill:
             if i + 1 < len(runs):
                 self._start(runs[i + 1], (i + 1) % 2)
             cold = count(self._first(i % 2))
-            yield [self._slot_memory(next(cold) if p.slot is None else p.slot) for p in run]
+            yield [self._views[next(cold) if p.slot is None else p.slot] for p in run]
 
     def _first(self, which: int) -> int:
         """The first slot of a buffer."""
@@ -392,5 +379,6 @@ class Spill:
         """Stop writing.  What was not written is lost with the files."""
         with self._change:
             self._closed = True
+            self._change.notify_all()
         self._wake.put(None)
         self._writer.join()

@@ -128,7 +128,12 @@ class Folder:
         self._scratch.check(size, "A scratch file")
         fd = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, size)  # a full disk says so now; a chunk is never short
+            try:
+                os.posix_fallocate(fd, 0, size)  # a full disk says so now; a chunk is never short
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                os.ftruncate(fd, size)  # a file system that reserves nothing
         except OSError:
             os.unlink(file.path)
             raise
