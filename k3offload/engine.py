@@ -124,6 +124,10 @@ class Engine:
             zarr()  # counts as a library, now that it is needed
             self.plan, there = self._make_plan(checkpoint)
         self._watch.plan(self.plan)
+        if self.plan.spills:
+            self.spilling = Spilling(
+                self.spec, self._dtype, self.plan, options.scratch, self.disk, self._watch.warn
+            )
         streamed = len(self.spec.layers) - len(self.plan.resident_layers)
         if streamed and self.trunk != checkpoint.spec.trunk_precision:
             self._watch.warn(
@@ -151,10 +155,6 @@ class Engine:
             "head": self.weights.head_counts,
             "embedding": self.weights.embed_counts,
         }
-        if self.plan.spills:
-            self.spilling = Spilling(
-                self.spec, self._dtype, self.plan, options.scratch, self.disk, self._watch.warn
-            )
         self._build(there)
 
     def _make_plan(self, checkpoint: Checkpoint) -> tuple[Plan, Accelerator | None]:

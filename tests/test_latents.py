@@ -261,7 +261,11 @@ def test_closing_deletes_the_files(tmp_path: Path) -> None:
         assert [p.name for p in folder.iterdir()] == [MARK]
         other = session_with(engine, TOKENS)
         other.logits()
+        held = spill(engine)
     assert not list(tmp_path.iterdir())
+    assert not held._memory.size and not held._views
+    with pytest.raises(ScratchError, match="closed"):
+        other.state.latents[3].rows(0)
     other.append([1])
     with pytest.raises(SessionError, match="closed"):
         other.logits()

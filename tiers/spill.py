@@ -295,6 +295,8 @@ class Spill(Generic[T]):
         """The bytes of ``block``, for any thread at any time.  Raises ``ScratchError``."""
         place, data = block.place, np.empty(self.layout.block, np.uint8)
         with self._change:
+            if self._closed:
+                raise ScratchError("The engine of this sequence is closed.", "Load it again.")
             if place.slot is not None:
                 data[:] = self._slot_memory(place.slot)
                 return data
@@ -376,9 +378,15 @@ class Spill(Generic[T]):
             self.counts.wait_seconds += time.perf_counter() - begun
 
     def close(self) -> None:
-        """Stop writing.  What was not written is lost with the files."""
+        """Stop writing and let go of the memory.  What was not written is lost with the files."""
         with self._change:
             self._closed = True
             self._change.notify_all()
         self._wake.put(None)
         self._writer.join()
+        for ticket in self._under_way:  # of a reader that gave up
+            if ticket is not None:
+                ticket.cancel()
+                ticket.settle()
+        self._views.clear()
+        self._memory = self._memory[:0].copy()
