@@ -109,7 +109,9 @@ def working_set(
     ]
     moments = [
         group * (kda.width * 7 * a + h * a * 2) + apart * kda.width * 40 if spec.kda_layers else 0,
-        group * (query * 2 * a + mla.heads * mla.v * 12 + h * a * 2) if spec.mla_layers else 0,
+        group * (query * 2 * a + mla.heads * mla.v * (12 + a) + h * a * 2)
+        if spec.mla_layers
+        else 0,
         inside[0] + group * h * a,
         tile * (h * a * (sums + 2) + h * 8 + spec.vocab * 8),
     ]

@@ -166,6 +166,7 @@ class Engine:
         if self.plan.slots:
             slab = Slab(self.plan.slots * self.plan.slot_bytes)
             policy = implementations("scheduler", "policy")[options.policy].Policy(self.plan.slots)
+            self.disk.look = self.weights.arrived
             self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), policy)
             if there is not None:
                 there.load_experts(self.weights, self.store, slab.bytes, self.disk)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -40,7 +39,6 @@ class Side(NamedTuple):
     where: torch.device
 
 
-@lru_cache(maxsize=8)
 def activation(spec: ModelSpec) -> Activation:
     """The gated activation of every feed-forward part of the model."""
     return Activation(spec.activation, spec.situ_beta, spec.situ_linear_beta)
@@ -138,7 +136,7 @@ def route(
 def _places(experts: torch.Tensor, layer: int) -> dict[PageId, list[int]]:
     """Page -> where in ``experts`` [R, k], as flat numbers in rising order, it was chosen."""
     flat = experts.view(-1).tolist()
-    if len(experts) == 1:  # no expert is chosen twice
+    if experts.shape[0] == 1:  # no expert is chosen twice
         return {PageId(layer, number): [place] for place, number in enumerate(flat)}
     places: dict[int, list[int]] = {}
     for place, number in enumerate(flat):
@@ -150,7 +148,7 @@ class _Results:
     """What experts give, in the order in which they ran: ``y`` [R * k, Z]."""
 
     def __init__(self, latent: torch.Tensor, top_k: int, spec: ModelSpec) -> None:
-        count = len(latent) * top_k
+        self._count = count = latent.shape[0] * top_k
         self.y = latent.new_empty(count, latent.shape[1])
         self._at = array("q", bytes(8 * count))
         self._latent, self._k, self._act = latent, top_k, activation(spec)
@@ -169,7 +167,7 @@ class _Results:
         while the others are not."""
         border = decoding * self._k
         for decode in (True, False):
-            if border in (0, len(self.y)):  # rows of one kind: nothing to part
+            if border in (0, self._count):  # rows of one kind: nothing to part
                 own = places if decode == (border > 0) else []
             else:
                 own = [[p for p in some if (p < border) == decode] for some in places]

@@ -178,10 +178,13 @@ class Model:
         states = [run.state for run in runs]
         sublayer, kernels = kda if layer.attention == "kda" else mla, stream.side.kernels
         for group in groups:
-            h = self._mix(stream, [s[group.rows] for s in sources], w, "self_attention_res")
+            h = self._mix(stream, [_own(s, group) for s in sources], w, "self_attention_res")
             x = kernels.rms_norm(h, w.vector("input_layernorm.weight"), self.spec.eps)
             y = sublayer(x, group, states, w, self.spec, kernels)
-            stream.p[group.rows] = y if seals else before[group.rows] + y
+            if seals:
+                _own(stream.p, group).copy_(y)
+            else:
+                torch.add(_own(before, group), y, out=_own(stream.p, group))
 
     def _feed_forward(
         self,
@@ -195,12 +198,12 @@ class Model:
         sources, kernels = [*stream.summaries, stream.p], stream.side.kernels
 
         def normed(group: Group) -> torch.Tensor:
-            h = self._mix(stream, [s[group.rows] for s in sources], w, "mlp_res")
+            h = self._mix(stream, [_own(s, group) for s in sources], w, "mlp_res")
             norm = w.vector("post_attention_layernorm.weight")
             return kernels.rms_norm(h, norm, self.spec.eps)
 
         def emit(group: Group, z: torch.Tensor) -> None:
-            stream.p[group.rows] += z
+            _own(stream.p, group).add_(z)
 
         if layer.ffn == "dense":
             for group in groups:
@@ -307,6 +310,11 @@ def _both(schedule: Schedule, watch: OnRoute) -> OnRoute:
         watch(layer, group, experts, weights, scores)
 
     return on_route
+
+
+def _own(rows: torch.Tensor, group: Group) -> torch.Tensor:
+    """The rows of ``group`` among those of a sweep."""
+    return rows if rows.shape[0] == group.end - group.begin else rows[group.rows]
 
 
 def _parts(groups: Sequence[Group]) -> list[Part]:

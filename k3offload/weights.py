@@ -207,8 +207,9 @@ class Weights:
     def expert(self, page: PageId, buffer: Memory) -> Expert:
         """Gate, up and down weights of the expert whose page lies in the slot ``buffer``.
 
-        They are made, and their scales checked, once for each page that comes to a slot, not each
-        time it is used: both take as long as a few percent of the page's arithmetic."""
+        They are made, and their scales checked, once for each page that comes to a slot, where it
+        is read from disk by the thread that read it (`arrived`): both take as long as a few percent
+        of the page's arithmetic."""
         if isinstance(buffer, torch.Tensor):
             address = buffer.data_ptr()
         else:
@@ -216,6 +217,13 @@ class Weights:
         known = self._experts.get(address)
         if known is not None and known[0] == page:
             return known[1]
+        return self._arrived(page, buffer, address)
+
+    def arrived(self, page: PageId, buffer: Buffer) -> None:
+        """The page has come to the slot ``buffer``.  ``CheckpointError`` if it is damaged."""
+        self._arrived(page, buffer, buffer.__array_interface__["data"][0])
+
+    def _arrived(self, page: PageId, buffer: Memory, address: int) -> Expert:
         self._experts.pop(address, None)
         expert = self._expert(page, buffer)
         self._experts[address] = (page, expert)

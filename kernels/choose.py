@@ -18,7 +18,7 @@ from ..registry import implementation, names
 from . import mixer, mixer_native, native
 from .experts_reference import Job
 from .glu_reference import Activation
-from .linear_reference import Weight
+from .linear_reference import Bundle, Weight
 from .mixer import MixerRows, MixerWeights
 from .mla_prefill_reference import Query
 from .triton_run import interpreted, one_at_a_time
@@ -66,6 +66,8 @@ class Kernels:
         for op, parts in OPS.items():
             backend = self._backend(op, (wanted or {}).get(op))
             module = implementation("kernels", op, backend)
+            if hasattr(module, "linears"):
+                functions["linears"] = module.linears
             for part in parts:
                 functions[part] = getattr(module, part)
                 if backend == TRITON:
@@ -113,6 +115,16 @@ class Kernels:
     def linear(self, x: torch.Tensor, weight: Weight, decode: bool = False) -> torch.Tensor:
         y: torch.Tensor = self._f["linear"](x, weight, self.workers, decode)
         return y
+
+    def linears(
+        self, x: torch.Tensor, bundle: Bundle, decode: bool = False
+    ) -> Sequence[torch.Tensor]:
+        """``linear`` of each weight of ``bundle``, with the same bits."""
+        together = self._f.get("linears")
+        if together is None:
+            return [self.linear(x, weight, decode) for weight in bundle.weights]
+        ys: list[torch.Tensor] = together(x, bundle, self.workers, decode)
+        return ys
 
     def experts(
         self,
