@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
@@ -35,7 +35,7 @@ from .scheduler.plan import Demand, Plan
 from .scheduler.store import ExpertStore
 from .state import Home, HomeOf, Ledger
 from .tiers.base import Buffer, PageId, Ticket
-from .tiers.device import Device
+from .tiers.device import Device, blamed
 from .tiers.tier_device import DeviceTier
 from .tiers.tier_disk import DiskTier
 from .weights import Weights
@@ -158,7 +158,12 @@ class Accelerator:
             there if self.placed.experts else here,
             there if self.placed.head else here,
             (self._cpu, self.kernels),
+            self.blamed,
         )
+
+    def blamed(self) -> AbstractContextManager[None]:
+        """Errors of torch and Triton inside the block name this device and what to do."""
+        return blamed(self.device.name)
 
     def homes(self, ledger: Ledger) -> HomeOf:
         """Where each layer's state lives."""

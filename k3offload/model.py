@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ class Sides(NamedTuple):
     experts: Side
     head: Side
     kernels: tuple[Kernels, ...]  #: all of them, each once
+    blamed: Callable[[], AbstractContextManager[None]] = nullcontext  #: names a device in errors
 
 
 @dataclass
@@ -126,7 +127,7 @@ class Model:
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
         try:
-            with single_threaded(), ExitStack() as in_force:
+            with self._sides.blamed(), single_threaded(), ExitStack() as in_force:
                 for kernels in self._sides.kernels:
                     in_force.enter_context(kernels.in_force())
                 first = self._sides.layers[0]
