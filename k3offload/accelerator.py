@@ -15,6 +15,7 @@ from .adaptive import Adaptive
 from .checkpoint import Checkpoint
 from .config import show_size
 from .device_trunk import DeviceTrunk
+from .device_warmup import Made
 from .devices import (
     RESERVE,
     beside_device,
@@ -68,6 +69,7 @@ class Accelerator:
         self.trunk: DeviceTrunk
         self.store: ExpertStore | None = None
         self.adaptive: Adaptive | None = None
+        self.compile_seconds = 0.0  #: before the first sweep
         self._told = False  # that memory cannot be locked
         if options.adaptive and not self.placed.experts:
             raise UsageError(
@@ -94,6 +96,15 @@ class Accelerator:
     def elsewhere(self) -> frozenset[int]:
         """Layers that RAM need not hold, since the device does."""
         return frozenset(i for i in self.plan.resident_layers if i < self.placed.layers)
+
+    def compile(self, weights: Weights, progress: Callable[[int, int], None]) -> None:
+        """Let Triton compile what sweeps will need, where it compiles at all."""
+        if self.device.where.type == "cuda":
+            begin = time.perf_counter()
+            made = Made(weights, self.plan, self.placed, self.sides(), self._options.dtype)
+            made.sweeps(progress)
+            torch.cuda.synchronize(self.device.where)
+            self.compile_seconds = time.perf_counter() - begin
 
     def load_trunk(self, weights: Weights) -> None:
         """Bring the device's layers there; ``weights`` has loaded its own.  A layer passes through

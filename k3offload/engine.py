@@ -162,6 +162,7 @@ class Engine:
         )
         self.weights.load(self._watch.loading)
         if there is not None:
+            there.compile(self.weights, self._watch.compiling)
             there.load_trunk(self.weights)
         self.store: ExpertStore | None = None
         if self.plan.slots:

@@ -26,7 +26,7 @@ def _entry(table, j, at, real, TYPE: tl.constexpr):
     return tl.load(start + at, mask=real, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "count"])
 def _attnres(
     table, norm, query, out, eps, rows, count,
     ROWS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,

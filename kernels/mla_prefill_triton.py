@@ -28,7 +28,7 @@ KEYS = 64  #: keys at a time
 TILE, STEP = 128, 32  #: of the product that expands: rows and columns, latent columns at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "length"])
 def _expand(
     table, up, kv, first, length, N, C: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr,
@@ -69,7 +69,7 @@ def _block_scores(
     return multiply(extra, e, scores, WIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end", "length"])
 def _attend(
     queries, table, kv, tops, totals, sums, out, heads, first, end, length, scale,
     NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, K: tl.constexpr, NP: tl.constexpr,

@@ -7,6 +7,8 @@ A kernel runs on a GPU, or in Triton's interpreter on tensors of the CPU when th
 kernels widen to float32 right after a load; products of bfloat16 tiles are kept behind a constant
 ``UPCAST`` (``upcast()``) that widens both operands when interpreted: exact products summed in
 float32 either way.  Multiply-adds are only fused where a kernel writes ``tl.fma`` (``FUSION``).
+Numbers that differ from sweep to sweep (rows, lengths) are not specialised: each special value
+would be compiled for when it first comes.
 """
 
 from __future__ import annotations
