@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 
 from .linear_reference import DenseWeight, Weight
+from .transfer import tables
 from .triton_round import narrow
-from .triton_run import FUSION, Compiled, Sizes, tables, upcast
+from .triton_run import FUSION, Compiled, Sizes, upcast
 from .triton_weights import aligned
 from .workers import Workers
 

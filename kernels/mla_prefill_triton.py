@@ -18,8 +18,9 @@ from ..config import LATENT_BLOCK, ROW_TILE
 from .linear_reference import Weight
 from .mla_decode_triton import KINDS, SHARE_PIECES, multiply, multiply_shares, numbers, padded
 from .mla_prefill_reference import Query
+from .transfer import sent, tables
 from .triton_round import narrow
-from .triton_run import FUSION, Compiled, Sizes, tables, upcast
+from .triton_run import FUSION, Compiled, Sizes, upcast
 from .triton_weights import aligned
 from .workers import Workers
 
@@ -183,7 +184,7 @@ def _places(
     for query, tile in zip(queries, tiles, strict=True):
         rows.append((tile.data_ptr(), query.start, len(tile), before))
         before += len(tile)
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+    return sent(torch.tensor(rows, dtype=torch.int64), device)
 
 
 def compiled(sizes: Sizes) -> list[Compiled]:
