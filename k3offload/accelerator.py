@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
@@ -15,6 +15,7 @@ from .adaptive import Adaptive
 from .checkpoint import Checkpoint
 from .config import show_size
 from .device_trunk import DeviceTrunk
+from .device_warmup import Made
 from .devices import (
     RESERVE,
     beside_device,
@@ -35,7 +36,7 @@ from .scheduler.plan import Demand, Plan
 from .scheduler.store import ExpertStore
 from .state import Home, HomeOf, Ledger
 from .tiers.base import Buffer, PageId, Ticket
-from .tiers.device import Device
+from .tiers.device import Device, blamed
 from .tiers.tier_device import DeviceTier
 from .tiers.tier_disk import DiskTier
 from .weights import Weights
@@ -68,6 +69,7 @@ class Accelerator:
         self.trunk: DeviceTrunk
         self.store: ExpertStore | None = None
         self.adaptive: Adaptive | None = None
+        self.compile_seconds = 0.0  #: before the first sweep
         self._told = False  # that memory cannot be locked
         if options.adaptive and not self.placed.experts:
             raise UsageError(
@@ -94,6 +96,15 @@ class Accelerator:
     def elsewhere(self) -> frozenset[int]:
         """Layers that RAM need not hold, since the device does."""
         return frozenset(i for i in self.plan.resident_layers if i < self.placed.layers)
+
+    def compile(self, weights: Weights, progress: Callable[[int, int], None]) -> None:
+        """Let Triton compile what sweeps will need, where it compiles at all."""
+        if self.device.where.type == "cuda":
+            begin = time.perf_counter()
+            made = Made(weights, self.plan, self.placed, self.sides(), self._options.dtype)
+            made.sweeps(progress)
+            torch.cuda.synchronize(self.device.where)
+            self.compile_seconds = time.perf_counter() - begin
 
     def load_trunk(self, weights: Weights) -> None:
         """Bring the device's layers there; ``weights`` has loaded its own.  A layer passes through
@@ -158,7 +169,12 @@ class Accelerator:
             there if self.placed.experts else here,
             there if self.placed.head else here,
             (self._cpu, self.kernels),
+            self.blamed,
         )
+
+    def blamed(self) -> AbstractContextManager[None]:
+        """Errors of torch and Triton inside the block name this device and what to do."""
+        return blamed(self.device.name)
 
     def homes(self, ledger: Ledger) -> HomeOf:
         """Where each layer's state lives."""

@@ -98,6 +98,7 @@ def working_set(
     a, h = ITEM[dtype], spec.hidden
     sums = 1 + (-(-len(spec.layers) // spec.attnres_block) if spec.attnres_block else 1)
     kept = rows * h * a * sums
+    kept += rows * len(spec.layers) * (4 * a + 3)  # both ends of each row, twice, and flags
     kda, mla, m = spec.kda, spec.mla, spec.moe
     group, tile = min(rows, GROUP_ROWS), min(rows, ROW_TILE)
     apart = tile if backend.torch else 0  # rows in float32 copies that native operators do without

@@ -201,7 +201,13 @@ def _open(
     def loading(done: int, total: int) -> None:
         progress.show(f"loading the trunk: {show_size(done)} of {show_size(total)}")
 
-    watch = Watch(say_plan, loading, meter.layer, lambda text: progress.say(f"warning: {text}"))
+    def compiling(done: int, total: int) -> None:
+        progress.show(f"compiling kernels for the GPU: {done} of {total} layers")
+
+    def warn(text: str) -> None:
+        progress.say(f"warning: {text}")
+
+    watch = Watch(say_plan, loading, compiling, meter.layer, warn)
     return open_engine(model, sized, watch=watch, device=how.device, **rest)
 
 

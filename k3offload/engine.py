@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -116,7 +116,8 @@ class Engine:
             checkpoint.files, lambda page: checkpoint.expert(*page).extents, watch.warn
         )
         try:
-            self._load(checkpoint)
+            with self._blamed():
+                self._load(checkpoint)
         except BaseException:
             self.close()
             raise
@@ -161,6 +162,7 @@ class Engine:
         )
         self.weights.load(self._watch.loading)
         if there is not None:
+            there.compile(self.weights, self._watch.compiling)
             there.load_trunk(self.weights)
         self.store: ExpertStore | None = None
         if self.plan.slots:
@@ -232,7 +234,16 @@ class Engine:
 
     def new_state(self) -> SequenceState:
         homes = self.accelerator.homes(self._ledger) if self.accelerator else None
-        return SequenceState(self.spec, self._dtype, self._ledger, homes)
+        with self._blamed():
+            return SequenceState(self.spec, self._dtype, self._ledger, homes)
+
+    def copied(self, state: SequenceState) -> SequenceState:
+        """A copy of ``state``."""
+        with self._blamed():
+            return state.copy()
+
+    def _blamed(self) -> AbstractContextManager[None]:
+        return self.accelerator.blamed() if self.accelerator else nullcontext()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; spellings of special tokens are ordinary text."""
@@ -279,7 +290,8 @@ class Engine:
                 self._passed_over.add(session)
                 continue
             try:
-                session.state.reserve(count)
+                with self._blamed():
+                    session.state.reserve(count)
             except DoesNotFit as error:  # its traceback would keep the others' states alive
                 failed[session] = error.with_traceback(None)
                 continue
@@ -308,7 +320,8 @@ class Engine:
         """One sweep over ``runs`` as they are; the lowest call that still knows sequences.
 
         Raises ``UsageError`` if the sweep is larger than planned, a decode run is not one token
-        long, or two runs share a state.
+        long, or two runs share a state; ``DeviceError`` if a device has failed or has no memory
+        left, and then all states of the sweep are broken.
         """
         layers = len(self.spec.layers)
         rows = sum(len(run.tokens) for run in runs)

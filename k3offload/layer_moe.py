@@ -81,7 +81,7 @@ def moe(
             if m.shared_width:  # the shared result takes the place of its input
                 xs[i] = mlp(x, "block_sparse_moe.shared_experts", w, spec, kernels, group.decode)
         latent = torch.cat(latents) if len(latents) > 1 else latents[0]
-        results = _Results(latent.to(side.where), experts.shape[1], spec)
+        results = _Results(side.kernels.here(latent)[0], experts.shape[1], spec)
         decoding = sum(group.end - group.begin for group in groups if group.decode)
         for batch in arrivals:
             weights = [expert_weights(page, buffer) for page, buffer in batch]
@@ -92,10 +92,10 @@ def moe(
                 store.computed(time.perf_counter() - begin, len(batch))
             else:
                 results.run(weights, chosen, decoding, side.kernels)
-    at, shares = results.at.to(side.where), shares.to(side.where)
+    at, shares = side.kernels.here(results.at, shares)
     for group, shared in zip(groups, xs, strict=True):
         own = side.kernels.combine(results.y, at[group.rows], shares[group.rows])
-        y = _projected(own.to(shared.device), group, w, spec, kernels)
+        y = _projected(kernels.here(own)[0], group, w, spec, kernels)
         emit(group, y.add_(shared) if m.shared_width else y)
     return latent
 
@@ -108,11 +108,16 @@ def _route(
     kernels: Kernels,
     on_route: OnRoute,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [R, k] int64, rising, and their weights [R, k] float32, of all rows of a sweep."""
+    """Experts [R, k] int64, rising, in RAM, and their weights [R, k] float32, of all rows.
+
+    One wait for each group: which pages to ask for cannot be known without it."""
     experts, weights = [], []
     for x, group in zip(xs, groups, strict=True):
         chosen, share, scores = route(x, w, spec, kernels, group.decode)
-        chosen = chosen.cpu()
+        if group.decode:  # whoever looks ahead wants the scores too: few, and no wait of their own
+            chosen, scores = kernels.to_host(chosen, scores)
+        else:
+            chosen = kernels.to_host(chosen)[0]
         on_route(w.layer, group, chosen, share, scores)
         experts.append(chosen)
         weights.append(share)
@@ -179,14 +184,14 @@ class _Results:
                     self._at[place] = i
                 y = self.y[self._done : end]
                 if apart:
-                    y.copy_(kernels.experts(self._on_cpu(), jobs, self._act, decode))
+                    y.copy_(kernels.experts(self._on_cpu(kernels), jobs, self._act, decode))
                 else:
                     kernels.experts(self._latent, jobs, self._act, decode, y)
                 self._done = end
 
-    def _on_cpu(self) -> torch.Tensor:
+    def _on_cpu(self, kernels: Kernels) -> torch.Tensor:
         if self._moved is None:
-            self._moved = self._latent.cpu()
+            self._moved = kernels.here(self._latent)[0]
         return self._moved
 
     @property

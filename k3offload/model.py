@@ -6,9 +6,8 @@ asked for, experts arrive.  All rows pass a layer before the next layer begins.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,6 +42,7 @@ class Sides(NamedTuple):
     experts: Side
     head: Side
     kernels: tuple[Kernels, ...]  #: all of them, each once
+    blamed: Callable[[], AbstractContextManager[None]] = nullcontext  #: names a device in errors
 
 
 @dataclass
@@ -78,19 +78,26 @@ class Hooks:
 
 @dataclass
 class _Stream:
-    """The residual stream: ``p`` [R, H] the running sum, ``summaries`` the sealed blocks; where it
-    is now, and what computes there."""
+    """The residual stream: ``p`` [R, H] the running sum, ``summaries`` the sealed blocks, ``ends``
+    the largest and least number of each row after each layer so far, parts of [layers, 2, R]; where
+    it is now, and what computes there."""
 
     p: torch.Tensor
     side: Side
     summaries: list[torch.Tensor] = field(default_factory=list)
+    ends: list[torch.Tensor] = field(default_factory=list)
 
     def move(self, side: Side) -> None:
         """Go on at ``side``."""
         if side.where != self.side.where:
-            self.p = self.p.to(side.where)
-            self.summaries = [summary.to(side.where) for summary in self.summaries]
+            ends = [torch.cat(self.ends)] if self.ends else []
+            self.p, *rest = side.kernels.here(self.p, *self.summaries, *ends)
+            self.summaries, self.ends = rest[: len(self.summaries)], rest[len(self.summaries) :]
         self.side = side
+
+    def note_ends(self) -> None:
+        """After a layer.  Both ends of a row are finite only if all of it is."""
+        self.ends.append(torch.stack((self.p.amax(1), self.p.amin(1)))[None])
 
 
 class Model:
@@ -126,11 +133,11 @@ class Model:
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
         try:
-            with single_threaded(), ExitStack() as in_force:
+            with self._sides.blamed(), single_threaded(), ExitStack() as in_force:
                 for kernels in self._sides.kernels:
                     in_force.enter_context(kernels.in_force())
                 first = self._sides.layers[0]
-                stream = _Stream(self._embed(runs, groups).to(first.where), first)
+                stream = _Stream(first.kernels.here(self._embed(runs, groups))[0], first)
                 for layer in self.spec.layers:
                     hooks.before_layer(layer.index)
                     stream.move(self._sides.layers[layer.index])
@@ -139,7 +146,8 @@ class Model:
                         latent = self._feed_forward(layer, stream, groups, w, on_route)
                         if ahead:
                             self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)
-                    self._check(layer.index, stream, groups, runs)
+                    stream.note_ends()
+                self._check(stream, groups, runs)
                 stream.move(self._sides.head)
                 self._head(stream, groups, runs, emit)
             if ahead:
@@ -236,12 +244,13 @@ class Model:
             h = self._mix(stream, [*stream.summaries, stream.p], w, "mlp_res")
             norm, kernels = w.vector("post_attention_layernorm.weight"), stream.side.kernels
             x = kernels.rms_norm(h, norm, self.spec.eps)
-            scores = route(x, w, self.spec, kernels, decode=True)[2].cpu().numpy()
-        given = (
-            latent.float().cpu().numpy() if schedule.asks_latent and latent is not None else None
-        )
-        watch(layer.index, index, scores, given)
-        schedule.ahead(layer.index, index, scores, given)
+            scores = route(x, w, self.spec, kernels, decode=True)[2]
+        told = [scores, latent.float() if schedule.asks_latent and latent is not None else None]
+        some = [tensor for tensor in told if tensor is not None]
+        host = iter(stream.side.kernels.to_host(*some) if some else ())
+        likely, given = (None if tensor is None else next(host).numpy() for tensor in told)
+        watch(layer.index, index, likely, given)
+        schedule.ahead(layer.index, index, likely, given)
 
     def _mix(
         self, stream: _Stream, entries: Sequence[torch.Tensor], w: LayerWeights, site: str
@@ -251,22 +260,23 @@ class Model:
         norm, query = w.vector(f"{site}_norm.weight"), w.vector(f"{site}_proj.weight")
         return stream.side.kernels.attnres(entries, norm, query, self.spec.eps)
 
-    def _check(
-        self, layer: int, stream: _Stream, groups: Sequence[Group], runs: Sequence[Run]
-    ) -> None:
-        # A sum is finite only if its terms are; the other way round is not certain.
-        if math.isfinite(float(stream.p.sum())) or bool(torch.isfinite(stream.p).all()):
+    def _check(self, stream: _Stream, groups: Sequence[Group], runs: Sequence[Run]) -> None:
+        """Give runs whose numbers are no longer finite their errors, which name the first layer.
+        Once for all layers, since it waits for what they gave."""
+        finite = torch.isfinite(torch.cat(stream.ends)).all(1)  # [layers, R]
+        finite = stream.side.kernels.to_host(finite)[0]
+        if bool(finite.all()):
             return
-        for part in _parts(groups):
-            rows = stream.p[part.row : part.row + part.count]
-            run = runs[part.run]
-            if run.error is None and not bool(torch.isfinite(rows).all()):
-                run.error = NumericError(
-                    f"Layer {layer} gave NaN or infinity for a token at position "
-                    f"{part.start} or after it.",
-                    "The sequence's state was dropped. Run k3offload check MODEL --full; "
-                    "if it finds nothing, try --dtype float32.",
-                )
+        for layer, rows in zip(self.spec.layers, finite, strict=True):
+            for part in _parts(groups):
+                run = runs[part.run]
+                if run.error is None and not bool(rows[part.row : part.row + part.count].all()):
+                    run.error = NumericError(
+                        f"Layer {layer.index} gave NaN or infinity for a token at position "
+                        f"{part.start} or after it.",
+                        "The sequence's state was dropped. Run k3offload check MODEL --full; "
+                        "if it finds nothing, try --dtype float32.",
+                    )
 
     def _head(
         self, stream: _Stream, groups: Sequence[Group], runs: Sequence[Run], emit: Emit
@@ -285,12 +295,13 @@ class Model:
             ]
             for i in range(0, len(wanted), ROW_TILE):
                 some = wanted[i : i + ROW_TILE]
-                rows = torch.tensor([row for _, _, row in some]).to(stream.side.where)
+                (rows,) = kernels.here(torch.tensor([row for _, _, row in some]))
                 h = self._mix(stream, [s[rows] for s in sources], w, "output_attn_res")
                 x = kernels.rms_norm(h, w.vector("norm.weight"), self.spec.eps).float()
-                logits = torch.empty(len(some), self.spec.vocab)
+                logits = torch.empty(len(some), self.spec.vocab, device=x.device)
                 for begin, end, weight in self._weights.head_blocks():
                     logits[:, begin:end] = kernels.linear(x, weight, decode)
+                (logits,) = kernels.to_host(logits)
                 for j, (run, position, _) in enumerate(some):
                     emit(run, position, logits[j : j + 1])
 
@@ -305,7 +316,6 @@ def _both(schedule: Schedule, watch: OnRoute) -> OnRoute:
         weights: torch.Tensor,
         scores: torch.Tensor,
     ) -> None:
-        scores = scores.cpu()
         schedule.routed(layer, experts.numpy(), scores.numpy())
         watch(layer, group, experts, weights, scores)
 

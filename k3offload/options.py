@@ -55,10 +55,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Watch:
-    """Who is told what: the plan before anything is loaded, loading, layers, warnings."""
+    """Who is told what: the plan before anything is loaded, loading, kernels that are compiled for
+    a GPU, layers, warnings."""
 
     plan: Callable[[Plan], None] = lambda plan: None
     loading: Callable[[int, int], None] = lambda done, total: None
+    compiling: Callable[[int, int], None] = lambda done, total: None
     layer: Callable[[int, int], None] = lambda layer, layers: None
     warn: Callable[[str], None] = lambda text: None
 

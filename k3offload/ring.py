@@ -21,6 +21,7 @@ from .fetch import Fetch
 from .kernels.workers import Workers
 from .scheduler.counts import Counts
 from .tiers.base import Cancelled, Priority
+from .tiers.device import DeviceError
 
 Lay = Callable[[int, Any], LayerWeights]  #: a part's number and its memory -> its weights
 Start = Callable[[LayerWeights, Priority], Fetch]  #: what fills weights, not yet begun
@@ -97,7 +98,7 @@ class Ring:
         try:
             try:
                 fetch.wait(self._workers)
-            except (ReadError, Cancelled):
+            except (ReadError, DeviceError, Cancelled):
                 if fetch.asked == Priority.DEMAND:
                     raise
                 # Nobody needed what failed while it was read ahead; now somebody does.

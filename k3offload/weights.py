@@ -191,16 +191,33 @@ class Weights:
             with self._head_ring.use(number) as block:
                 counts.bytes = self._head_ring.counts.bytes
                 counts.wait_seconds = self._head_ring.counts.wait_seconds
-                yield begin, end, block.matrix(EMBED if self._tied else HEAD)
+                yield begin, end, self.head_matrix(block)
+
+    @property
+    def head_cuts(self) -> Sequence[tuple[int, int]]:
+        """First row and end row of each block of the head."""
+        return self._cuts
+
+    def head_block_bytes(self, number: int) -> int:
+        """Bytes of block ``number`` of the head in memory."""
+        tensors = [rows_of(tensor, *self._cuts[number]) for tensor in self._head]
+        return arena_size(tensors, self._precision)
+
+    def head_laid_in(self, number: int, arena: Memory) -> LayerWeights:
+        """Block ``number`` of the head in ``arena``, which holds nothing of it yet."""
+        tensors = [rows_of(tensor, *self._cuts[number]) for tensor in self._head]
+        return LayerWeights(-1, tensors, self._precision, arena, self.spec)
+
+    def head_matrix(self, block: LayerWeights) -> Weight:
+        """The weight that a block of the head is."""
+        return block.matrix(EMBED if self._tied else HEAD)
 
     def _stream_head(self) -> None:
-        def lay(number: int, arena: Buffer) -> LayerWeights:
-            tensors = [rows_of(tensor, *self._cuts[number]) for tensor in self._head]
-            return LayerWeights(-1, tensors, self._precision, arena, self.spec)
-
         buffers = [Slab(n).bytes for n in head_buffers(self._checkpoint, self._precision)]
         order = range(len(self._cuts))
-        self._head_ring = Ring(order, buffers, lay, self._fetch, Counts(), self._workers)
+        self._head_ring = Ring(
+            order, buffers, self.head_laid_in, self._fetch, Counts(), self._workers
+        )
 
     # ---- experts: bytes in a slot -> weights ----
 
@@ -229,9 +246,9 @@ class Weights:
         self._experts[address] = (page, expert)
         return expert
 
-    def forget(self, buffer: Buffer) -> None:
+    def forget(self, buffer: Memory) -> None:
         """Whatever lay in the slot ``buffer`` is no expert."""
-        self._experts.pop(buffer.__array_interface__["data"][0], None)
+        self._experts.pop(as_bytes(buffer).data_ptr(), None)
 
     def device_pieces(self, page: PageId, buffer: Buffer) -> list[tuple[Buffer, int]]:
         """The pieces of a page in RAM and where each goes in a slot of a device: close together, at

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 
 from .linear_reference import DenseWeight, Weight
+from .transfer import tables
 from .triton_round import narrow
-from .triton_run import FUSION, Compiled, Sizes, tables, upcast
+from .triton_run import FUSION, Compiled, Sizes, upcast
 from .triton_weights import aligned
 from .workers import Workers
 
@@ -97,7 +98,7 @@ def _scores(
     return scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "each"])
 def _attend(
     q, lifted, table, sums, tops, totals, heads, length, each, scale,
     N: tl.constexpr, R: tl.constexpr, K: tl.constexpr, RP: tl.constexpr, KP: tl.constexpr,
@@ -139,7 +140,7 @@ def _attend(
     tl.store(where, result, mask=real[:, None] & (column[None, :] < K))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ranges"])
 def _merge(
     sums, tops, totals, up, out, lse, heads, ranges,
     N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, VALUES: tl.constexpr,

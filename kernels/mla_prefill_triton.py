@@ -18,8 +18,9 @@ from ..config import LATENT_BLOCK, ROW_TILE
 from .linear_reference import Weight
 from .mla_decode_triton import KINDS, SHARE_PIECES, multiply, multiply_shares, numbers, padded
 from .mla_prefill_reference import Query
+from .transfer import sent, tables
 from .triton_round import narrow
-from .triton_run import FUSION, Compiled, Sizes, tables, upcast
+from .triton_run import FUSION, Compiled, Sizes, upcast
 from .triton_weights import aligned
 from .workers import Workers
 
@@ -28,7 +29,7 @@ KEYS = 64  #: keys at a time
 TILE, STEP = 128, 32  #: of the product that expands: rows and columns, latent columns at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "length"])
 def _expand(
     table, up, kv, first, length, N, C: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr,
@@ -69,7 +70,7 @@ def _block_scores(
     return multiply(extra, e, scores, WIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end", "length"])
 def _attend(
     queries, table, kv, tops, totals, sums, out, heads, first, end, length, scale,
     NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, K: tl.constexpr, NP: tl.constexpr,
@@ -183,7 +184,7 @@ def _places(
     for query, tile in zip(queries, tiles, strict=True):
         rows.append((tile.data_ptr(), query.start, len(tile), before))
         before += len(tile)
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+    return sent(torch.tensor(rows, dtype=torch.int64), device)
 
 
 def compiled(sizes: Sizes) -> list[Compiled]:

@@ -21,7 +21,7 @@ TILE, SOME, STEP = 64, 32, 32  #: a prompt program: rows, experts, columns at a 
 LOWEST = -(2**63)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _logits_row(
     x, gate, logits, rows, E,
     ROWS: tl.constexpr, K: tl.constexpr, FEW: tl.constexpr, LONG: tl.constexpr,
@@ -42,7 +42,7 @@ def _logits_row(
     tl.store(where, tl.sum(total, 2), mask=(row[:, None] < rows) & (expert[None, :] < E))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _logits_tile(
     x, gate, logits, rows, E,
     K: tl.constexpr, TILE: tl.constexpr, SOME: tl.constexpr, STEP: tl.constexpr,
@@ -72,7 +72,7 @@ def _in_order(x):
     return tl.where(x == x, bits, 0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _choose(
     scores, bias, experts, weights, scale, rows, ROWS: tl.constexpr, E: tl.constexpr,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, LOWEST: tl.constexpr,

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from .int8 import Int8Weight
 from .linear_reference import DenseWeight, Weight
 from .mxfp4 import Mxfp4Weight
+from .transfer import sent
 
 #: Kinds of numbers, as the kernels know them.
 F32, BF16, F16, INT8, MXFP4 = range(5)
@@ -112,5 +113,4 @@ def table_of(
     for own in taken:
         numbers.extend(own)
     data = torch.frombuffer(numbers, dtype=torch.int64)
-    data = data.clone() if device.type == "cpu" else data.to(device)
-    return Table(data, tiles, rows, (rows - tiles) // 3), kept
+    return Table(sent(data.clone(), device), tiles, rows, (rows - tiles) // 3), kept

@@ -32,8 +32,8 @@ GROUPS = {
     "state": "arena device_trunk fetch ring state weights",
     "model": "adaptive model layer_kda layer_mla layer_moe",
     "session": "session",
-    "engine": "accelerator devices open_device engine loading budget budget_kernels generate "
-    "options plan_text warmup",
+    "engine": "accelerator device_warmup devices open_device engine loading budget budget_kernels "
+    "generate options plan_text warmup",
     "edge": "bench_read check inspect kernels_offline make_tiny progress report trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
