@@ -79,7 +79,7 @@ class Hooks:
 @dataclass
 class _Stream:
     """The residual stream: ``p`` [R, H] the running sum, ``summaries`` the sealed blocks, ``ends``
-    the largest and least number of each row after each layer so far, parts of [layers, 2, R]; where
+    the least and largest number of each row after each layer so far, parts of [layers, 2, R]; where
     it is now, and what computes there."""
 
     p: torch.Tensor
@@ -97,7 +97,7 @@ class _Stream:
 
     def note_ends(self) -> None:
         """After a layer.  Both ends of a row are finite only if all of it is."""
-        self.ends.append(torch.stack((self.p.amax(1), self.p.amin(1)))[None])
+        self.ends.append(torch.stack(torch.aminmax(self.p, dim=1))[None])
 
 
 class Model:
