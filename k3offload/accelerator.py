@@ -32,7 +32,7 @@ from .model import Sides
 from .open_device import vram_limit
 from .options import Options
 from .registry import implementations
-from .scheduler.plan import Demand, Plan
+from .scheduler.plan import Demand, Plan, use_of
 from .scheduler.store import ExpertStore
 from .state import Home, HomeOf, Ledger
 from .tiers.base import Buffer, PageId, Ticket
@@ -81,16 +81,15 @@ class Accelerator:
 
     def make_plan(self, demand: Demand, trunk: str) -> Demand:
         """Decide what the device holds; returns what is left for RAM of ``demand``."""
-        spec, limit = (
-            self._checkpoint.spec,
-            vram_limit(self.device, self._options.vram, self._reserve),
-        )
+        options, spec = self._options, self._checkpoint.spec
+        limit = vram_limit(self.device, options.vram, self._reserve)
         own = device_demand(
-            self._checkpoint, self._options, trunk, self.placed, demand.slot, self._reserve
+            self._checkpoint, options, trunk, self.placed, demand.slot, self._reserve
         )
-        self.plan = device_plan(own, limit, self._options.sweep, self.device.name)
+        use = use_of(options.sweep, options.context, options.answer)
+        self.plan = device_plan(own, limit, options.sweep, self.device.name, use)
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
-        return beside_device(demand, self.plan, self.placed, self._options, spec)
+        return beside_device(demand, self.plan, self.placed, options, spec)
 
     @property
     def elsewhere(self) -> frozenset[int]:

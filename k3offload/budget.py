@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .budget_kernels import ITEM, Backend, glu_bytes, kept_buffers, mlps, thread_bytes
 from .config import GROUP_ROWS, LATENT_BLOCK, READ_ALIGN, ROW_TILE, align_up
+from .inventory import distinct, token_macs
 from .layout import EMBED, HEAD, Layout, arena_size, head_buffers, head_tensors, quantising
 from .scheduler.plan import Demand
 from .scheduler.reuse import memory
@@ -17,6 +18,9 @@ from .tiers.tier_disk import READERS, STAGING, windows
 
 BACKEND = Backend()
 HEAP_SLACK = 18 << 20  #: fragmentation of the C heap and small objects of a running sweep
+#: multiply-adds for each byte read, from which on no processor waits for its drive: four times
+#: those of a fast one (1 TMAC/s) beside a drive of 5 GB/s
+BALANCE = 800
 SLOT_OBJECTS = 8_000  #: bytes of the Python objects that say where an expert's weights lie
 
 
@@ -53,7 +57,17 @@ def demand_of(
         experts=spec.expert_count,
         top_k=spec.moe.top_k if spec.moe else 0,
         extra=extra,
+        asked=lambda rows: asked_bytes(spec, rows),
+        longest=BALANCE * spec.expert_count * spec.expert_bytes // token_macs(spec) or None,
     )
+
+
+def asked_bytes(spec: ModelSpec, rows: int) -> float:
+    """Bytes of the experts that a sweep of ``rows`` tokens asks for, if routing is uniform."""
+    if spec.moe is None:
+        return 0.0
+    each = distinct(spec.moe.experts, spec.moe.top_k, rows) * spec.expert_bytes
+    return each * len(spec.moe_layers)
 
 
 def policy_bytes(spec: ModelSpec, policy: str) -> int:

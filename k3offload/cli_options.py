@@ -58,6 +58,10 @@ AdaptiveBackend = Annotated[
         help="CPU or GPU for each expert, whichever ends sooner; bits then vary from run to run.",
     ),
 ]
+Sweep = Annotated[
+    int | None,
+    typer.Option(help="Most prompt tokens in one pass; as many as let it read least if unset."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -68,7 +72,7 @@ class How(NamedTuple):
     cache: str | None
     dtype: str
     trunk: str | None
-    sweep: int
+    sweep: int | None
     threads: int | None
     kernel: list[str] | None
     isa: str | None

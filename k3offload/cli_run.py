@@ -25,6 +25,7 @@ from .cli_options import (
     Policy,
     Predict,
     Ram,
+    Sweep,
     Threads,
     Trunk,
     TrunkOn,
@@ -65,7 +66,7 @@ def generate(
     cache: Cache = None,
     dtype: Dtype = "bfloat16",
     trunk: Trunk = None,
-    sweep: Annotated[int, typer.Option(help="Most prompt tokens in one pass.")] = 512,
+    sweep: Sweep = None,
     threads: Threads = None,
     kernel: Kernel = None,
     isa: Isa = None,
@@ -92,11 +93,12 @@ def generate(
             progress.say(f"seed {sampling.seed}: --seed {sampling.seed} gives the same text again")
         ids: list[int] = []
 
-        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
+        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             ids[:] = tokenizer.encode(text)
             _check_context(spec, len(ids), max_new_tokens)
-            rows = min(sweep, len(ids))
-            return {"context": len(ids) + max_new_tokens, "sweep": rows}
+            rows = None if sweep is None else min(sweep, len(ids))
+            answer = max_new_tokens
+            return {"context": len(ids) + answer, "sweep": rows, "answer": answer}
 
         meter = Meter(progress.show)
         how = How(
@@ -118,7 +120,7 @@ def logits(
     cache: Cache = None,
     dtype: Dtype = "bfloat16",
     trunk: Trunk = None,
-    sweep: Annotated[int, typer.Option(help="Tokens of each sweep.")] = 512,
+    sweep: Sweep = None,
     threads: Threads = None,
     kernel: Kernel = None,
     isa: Isa = None,
@@ -143,12 +145,13 @@ def logits(
             from .run_logits import Routing, read_tokens, write_logits
         ids: list[int] = []
 
-        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
+        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             ids[:] = read_tokens(tokens, tokenizer.vocab)
             _check_context(spec, len(ids), 0)
-            rows = min(sweep, len(ids))
+            rows = None if sweep is None else min(sweep, len(ids))
             extra = Routing.size(spec, len(ids)) if routing else 0
-            return {"context": len(ids), "sweep": rows, "extra": extra}
+            answer = 0 if decode_from is None else max(0, len(ids) - decode_from)
+            return {"context": len(ids), "sweep": rows, "answer": answer, "extra": extra}
 
         meter = Meter(progress.show)
         how = How(
@@ -168,7 +171,7 @@ def logits(
 
 def _open(
     model: str,
-    size: Callable[[Tokenizer, ModelSpec], dict[str, int]],
+    size: Callable[[Tokenizer, ModelSpec], dict[str, int | None]],
     how: How,
     progress: Progress,
     meter: Meter,
@@ -188,9 +191,9 @@ def _open(
     if how.threads is not None:
         rest["threads"] = how.threads
     Options(sweep=how.sweep, **rest)
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int | None] = {}
 
-    def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
+    def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
         sizes.update(size(tokenizer, spec))
         return sizes
 

@@ -145,7 +145,8 @@ class Engine:
         limits = limits_of(machine, options)
         demand, there = self._beside(demand)
         if there is not None:
-            limits = replace(limits, rows=min(limits.rows, there.plan.sweep_rows))
+            there_rows = there.plan.sweep_rows
+            limits = replace(limits, rows=min(limits.rows or there_rows, there_rows))
         self.plan: Plan = make_plan(demand, limits)
         if there is not None:
             self.plan = replace(self.plan, device=there.plan)

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .config import GROUP_ROWS, KDA_CHUNK, LATENT_BLOCK, ROW_TILE, align_up
-from .inventory import DENSE, HEAD, KDA, MLA, ROUTERS
+from .inventory import DENSE, HEAD, KDA, MLA, ROUTERS, distinct, is_product
 from .precision import quantised, stored_bytes
 from .rates import EXPERTS, Rates
 from .spec import LayerSpec, ModelSpec, TensorSpec
@@ -115,11 +115,6 @@ class Forecast:
         }
 
 
-def distinct(experts: int, top_k: int, rows: float) -> float:
-    """Different experts of one layer that ``rows`` rows ask for, uniform routing."""
-    return experts * (1 - math.pow(1 - top_k / experts, rows))
-
-
 def decode(setup: Setup, *, rows: int = 1, position: int = 0) -> Forecast:
     """One decode step: a token each of ``rows`` sequences that are ``position`` tokens long."""
     return _Sweep(setup, rows, position, True).forecast()
@@ -151,23 +146,6 @@ def weight_of(tensor: TensorSpec, trunk: str) -> tuple[str, int]:
     if quantised(tensor.name, tensor.shape, trunk):
         return trunk, stored_bytes(tensor.shape, trunk)
     return "bfloat16", tensor.nbytes
-
-
-def is_product(tensor: TensorSpec) -> bool:
-    """Whether rows are multiplied with ``tensor``: a matrix of more than one row."""
-    return len(tensor.shape) == 2 and tensor.shape[0] > 1
-
-
-def token_macs(spec: ModelSpec) -> int:
-    """Multiply-adds of one token with all weights that it uses, attention over others apart."""
-    trunk = sum(
-        math.prod(t.shape)
-        for layer in spec.layers
-        for t in spec.layer_tensors(layer.index)
-        if is_product(t)
-    )
-    routed = 3 * spec.moe.width * spec.moe.io * spec.moe.top_k if spec.moe else 0
-    return trunk + routed * len(spec.moe_layers) + spec.vocab * spec.hidden
 
 
 def trunk_elements(spec: ModelSpec) -> int:

@@ -25,7 +25,7 @@ def load(
     trunk: str | None = None,
     context: int = 4096,
     sessions: int = 1,
-    sweep: int = 512,
+    sweep: int | None = None,
     threads: int | None = None,
     kernels: Mapping[str, str] | None = None,
     isa: str | None = None,
@@ -44,19 +44,19 @@ def load(
     that holds routed experts; ``dtype``: of the activations; ``trunk``: precision of the trunk's
     large matrices, as the folder has it, or ``int8`` or ``mxfp4``, which lose some; ``context``:
     tokens a session may reach; ``sessions``: how many sequence states (sessions and snapshots) to
-    reserve for; ``sweep``: most prompt tokens in one pass; ``kernels``: operator -> backend, like
-    ``{"linear": "reference"}``; ``isa``: instruction set of the native kernels; ``policy``,
-    ``predict``: which expert leaves a full cache, and which are read ahead; ``device``: ``auto``,
-    ``cuda``, ``cuda:N`` or ``cpu``; ``vram``: bytes of it to use; ``experts_on``, ``trunk_on``:
-    ``gpu``, ``cpu``, and for the trunk ``split:N``, the first N layers; ``adaptive``: let the
-    CPU compute experts that would have to be copied, where that is quicker.  None but ``dtype``,
-    ``trunk``, ``kernels``, ``isa``, ``adaptive`` and what is computed where changes a bit of the
-    results, as long as ``sweep`` is a multiple of 64.
+    reserve for; ``sweep``: most prompt tokens in one pass (None: as many as lets a prompt of
+    ``context`` tokens read least); ``kernels``: operator -> backend; ``isa``: instruction set of
+    the native kernels; ``policy``, ``predict``: which expert leaves a full cache, and which are
+    read ahead; ``device``: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``; ``vram``: bytes of it to use;
+    ``experts_on``, ``trunk_on``: ``gpu``, ``cpu``, and for the trunk ``split:N``, the first N
+    layers; ``adaptive``: let the CPU compute experts that would have to be copied, where that is
+    quicker.  None but ``dtype``, ``trunk``, ``kernels``, ``isa``, ``adaptive`` and what is computed
+    where changes a bit of the results, as long as ``sweep`` is a multiple of 64.
 
     Raises ``ConfigError``, ``CheckpointError``, ``TokenizerError``, or ``DoesNotFit`` with the
     missing bytes, before any weight is read.
     """
-    sizes = {"context": context, "sessions": sessions, "sweep": sweep}
+    sizes: dict[str, int | None] = {"context": context, "sessions": sessions, "sweep": sweep}
     return open_engine(
         path,
         lambda tokenizer, spec: sizes,
@@ -80,15 +80,16 @@ def load(
 
 def open_engine(
     path: str | Path,
-    sizes: Callable[[Tokenizer, ModelSpec], dict[str, int]],
+    sizes: Callable[[Tokenizer, ModelSpec], Mapping[str, int | None]],
     *,
     device: str | Device = "auto",
     watch: Watch | None = None,
     **how: Any,
 ) -> Engine:
-    """``load`` for callers who know ``context``, ``sessions``, ``sweep`` or ``extra`` (bytes they
-    will keep themselves) only once they can count tokens: ``sizes`` returns them, given the
-    tokenizer and the spec, before any memory is planned.  ``how``: the other options of ``load``.
+    """``load`` for callers who know ``context``, ``sessions``, ``sweep``, ``answer`` (tokens of the
+    context that are decoded) or ``extra`` (bytes they will keep themselves) only once they can
+    count tokens: ``sizes`` returns them, given the tokenizer and the spec, before any memory is
+    planned.  ``how``: the other options of ``load``.
     """
     folder = find_model(path)
     checkpoint = Checkpoint.open(folder)

@@ -2,15 +2,23 @@
 
 Pure arithmetic on byte counts.  Order of claims: what cannot be avoided (the interpreter, state,
 working set, one expert slot), then the trunk, then expert slots.  The sum never exceeds the limit.
+
+Every sweep over a prompt reads the experts that its rows ask for, and the trunk that streams, once:
+the longer the sweep, the fewer of them, and the less memory for what decoding would find in RAM.
+Where it is known how a prompt and its answer will be (`Use`), the sweep is as long as makes both
+together read least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ..config import ROW_TILE, align_up, show_size
+from ..config import ROW_TILE, SWEEP, align_up, show_size
 from ..errors import DoesNotFit
+
+ANSWER = 256  #: tokens of an answer whose length nobody knows
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,9 @@ class Demand:
     tables: int = 0  # what the cache policy remembers
     slot_objects: int = 0  # what the engine remembers about the page in a slot
     head_away: bool = False  # a device holds the head; it only passes through here
+    #: bytes of the experts that a sweep of so many rows asks for
+    asked: Callable[[int], float] = lambda rows: 0.0
+    longest: int | None = None  # rows of a sweep that takes longer to compute than to read anyhow
 
     @property
     def place(self) -> int:
@@ -41,14 +52,33 @@ class Demand:
         return self.slot + self.slot_objects
 
 
+class Use(NamedTuple):
+    """What for: a prompt of ``prompt`` tokens, then ``answer`` decoded ones."""
+
+    prompt: int
+    answer: int
+
+
+def use_of(sweep: int | None, context: int, answer: int | None = None) -> Use | None:
+    """What for, where nobody has chosen the ``sweep``: a session of ``context`` tokens, ``answer``
+    of them decoded; if nobody knows, a prompt of that length and a short answer."""
+    if sweep is not None:
+        return None
+    if answer is None:
+        return Use(context, min(ANSWER, context // 2))
+    return Use(max(0, context - answer), answer)
+
+
 @dataclass(frozen=True)
 class Limits:
-    """What the user and the machine allow.  ``cache`` caps the expert slots, ``rows`` a sweep."""
+    """What the user and the machine allow.  ``cache`` caps the expert slots, ``rows`` a sweep;
+    with ``use`` a sweep may be shorter, and None is no cap."""
 
     total: int
     cache: int | None = None
-    rows: int = 512
+    rows: int | None = SWEEP
     notes: tuple[str, ...] = ()
+    use: Use | None = None
 
 
 @dataclass(frozen=True)
@@ -93,12 +123,12 @@ class _Trunk:
 
 def make_plan(demand: Demand, limits: Limits) -> Plan:
     """The plan for ``demand`` under ``limits``; raises ``DoesNotFit`` with the missing bytes."""
-    rows = align_up(max(1, limits.rows), ROW_TILE)
     fixed = demand.base + demand.tiles + demand.staging + demand.small
     fixed += demand.state + demand.extra + demand.tables
     one = demand.place if demand.experts else 0
     ring = max(demand.layers, default=0)
-    least = fixed + demand.working(ROW_TILE) + one + ring + _head_buffer(demand)
+    beside = fixed + one + ring + _head_buffer(demand)
+    least = beside + demand.working(ROW_TILE)
     if least > limits.total:
         raise DoesNotFit(
             f"The smallest plan needs {least:,} bytes ({show_size(least)}) and "
@@ -107,15 +137,46 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
             f"Give --ram {-(-least // 10**6)}M or more, or fewer tokens (and sessions) at a time.",
             missing=least - limits.total,
         )
-    while (
-        rows > ROW_TILE
-        and fixed + demand.working(rows) + one + ring + _head_buffer(demand) > limits.total
-    ):
-        rows -= ROW_TILE
-    room = limits.total - fixed - demand.working(rows)
-    trunk = _beside_slots(demand, limits, room)
-    free = room - trunk.bytes - trunk.buffers
-    slots = _slots(demand, limits, free)
+    ways = []
+    for rows in _lengths(limits, demand.longest):
+        while rows > ROW_TILE and beside + demand.working(rows) > limits.total:
+            rows -= ROW_TILE
+        room = limits.total - fixed - demand.working(rows)
+        trunk = _beside_slots(demand, limits, room)
+        slots = _slots(demand, limits, room - trunk.bytes - trunk.buffers)
+        ways.append((_reads(demand, limits.use, rows, trunk, slots), rows, trunk, slots))
+    _, rows, trunk, slots = min(ways, key=lambda way: way[:2])
+    return _plan(demand, limits, rows, trunk, slots)
+
+
+def _lengths(limits: Limits, longest: int | None) -> list[int]:
+    """Rows of a sweep that are worth a thought, in rising order."""
+    if limits.use is None:
+        return [align_up(max(1, limits.rows or SWEEP), ROW_TILE)]
+    caps = [max(1, limits.use.prompt), limits.rows, longest and max(SWEEP, longest)]
+    most = align_up(min(cap for cap in caps if cap is not None), ROW_TILE)
+    lengths, parts = [most], 1
+    while lengths[0] > SWEEP:  # the prompt in one part, in two, in three, ...
+        parts += -(-parts // 4)
+        lengths.insert(0, max(SWEEP, align_up(-(-most // parts), ROW_TILE)))
+    return lengths
+
+
+def _reads(demand: Demand, use: Use | None, rows: int, trunk: _Trunk, slots: int) -> float:
+    """Bytes that the prompt and the answer read from disk; 0 if nobody knows them.  Decoding finds
+    an expert in RAM as often as one lies there; sweeps of a prompt find all of them or none."""
+    if use is None:
+        return 0.0
+    sizes = demand.layers
+    streamed = sum(size for i, size in enumerate(sizes) if i not in trunk.layers)
+    streamed += 0 if trunk.head or demand.head_away else demand.head or demand.embed
+    missing = 1 - slots / demand.experts if demand.experts else 0.0
+    sweeps = -(-use.prompt // rows)
+    whole = demand.asked(rows) if missing else 0.0
+    return sweeps * (streamed + whole) + use.answer * (streamed + missing * demand.asked(1))
+
+
+def _plan(demand: Demand, limits: Limits, rows: int, trunk: _Trunk, slots: int) -> Plan:
     purposes = (
         ("interpreter, libraries, page index", demand.base),
         ("decoding tables and weight tiles", demand.tiles),

@@ -16,13 +16,12 @@ from k3offload.forecast import (
     OVERHEAD,
     Setup,
     decode,
-    distinct,
     prefill,
     prompt_seconds,
-    token_macs,
     trunk_elements,
     weight_of,
 )
+from k3offload.inventory import distinct, token_macs
 from k3offload.plan_report import spec_of
 from k3offload.precision import stored_bytes
 from k3offload.rates import KINDS, Rates, assumed, scaled
