@@ -168,7 +168,7 @@ def _mla(s: Sizes, draw: Draw, rows: int) -> Iterator[Case]:
         yield Case(
             f"mla_decode {length}", {"q": draw.rows(s.heads, width), "blocks": blocks, "up": up},
             lambda f, i, n=length: [
-                f.mla_decode(i["q"], i["blocks"], n, i["up"], s.nope, s.v, width**-0.5)],
+                f.mla_decode(i["q"], [i["blocks"]], n, i["up"], s.nope, s.v, width**-0.5)],
             2 * (s.heads * (s.nope + s.v) * s.kv_lora + length * (s.kv_lora + s.rope)),
             length * s.heads * (2 * s.kv_lora + s.rope),
         )  # fmt: skip
@@ -177,7 +177,7 @@ def _mla(s: Sizes, draw: Draw, rows: int) -> Iterator[Case]:
     yield Case(
         f"mla_prefill {rows}", {"queries": queries, "blocks": blocks, "up": up},
         lambda f, i: f.mla_prefill(
-            i["queries"], i["blocks"], rows, i["up"], s.nope, s.v, width**-0.5),
+            i["queries"], [i["blocks"]], rows, i["up"], s.nope, s.v, width**-0.5),
         2 * s.heads * (s.nope + s.v) * s.kv_lora,
         rows * s.heads * (s.nope + s.v) * s.kv_lora + 64 * rows * s.heads * (width + s.v),
     )  # fmt: skip

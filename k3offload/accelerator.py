@@ -79,6 +79,22 @@ class Accelerator:
         self._ends = ExitStack()
         self._ledger: Ledger
 
+    @classmethod
+    def over(
+        cls,
+        device: Device,
+        checkpoint: Checkpoint,
+        options: Options,
+        cpu: Kernels,
+        warn: Callable[[str], None],
+    ) -> Accelerator:
+        """``device`` in our service; closed again if it cannot be."""
+        try:
+            return cls(device, checkpoint, options, cpu, warn)
+        except BaseException:
+            device.close()
+            raise
+
     def make_plan(self, demand: Demand, trunk: str) -> Demand:
         """Decide what the device holds; returns what is left for RAM of ``demand``."""
         options, spec = self._options, self._checkpoint.spec

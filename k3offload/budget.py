@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from .budget_kernels import ITEM, Backend, glu_bytes, kept_buffers, mlps, thread_bytes
 from .config import GROUP_ROWS, LATENT_BLOCK, READ_ALIGN, ROW_TILE, align_up
-from .inventory import distinct, token_macs
+from .forecast_sizes import distinct, token_macs
 from .layout import EMBED, HEAD, Layout, arena_size, head_buffers, head_tensors, quantising
-from .scheduler.plan import Demand
+from .scheduler.plan import Demand, Latents, Summaries
 from .scheduler.reuse import memory
 from .spec import ModelSpec
 from .tiers.base import Location
+from .tiers.spill import GOOD, least_room, stride
 from .tiers.tier_disk import READERS, STAGING, windows
 
 BACKEND = Backend()
@@ -59,6 +60,8 @@ def demand_of(
         extra=extra,
         asked=lambda rows: asked_bytes(spec, rows),
         longest=BALANCE * spec.expert_count * spec.expert_bytes // token_macs(spec) or None,
+        latents=latents_of(spec, dtype, context, sessions),
+        summaries=summaries_of(spec, dtype),
     )
 
 
@@ -83,6 +86,32 @@ def state_bytes(spec: ModelSpec, dtype: str, context: int) -> int:
     tokens = align_up(context, LATENT_BLOCK)
     latents = tokens * spec.latent_bytes_per_token(ITEM[dtype])
     return spec.kda_state_bytes(ITEM[dtype]) + latents + spec.vocab * 4
+
+
+def latents_of(spec: ModelSpec, dtype: str, context: int, sessions: int) -> Latents | None:
+    """The latents of ``sessions`` sequences of ``context`` tokens, in whole blocks."""
+    if not spec.mla_layers:
+        return None
+    mla, layers = spec.mla, len(spec.mla_layers)
+    block = LATENT_BLOCK * mla.latent * ITEM[dtype]
+    whole = sessions * layers * align_up(context, LATENT_BLOCK) // LATENT_BLOCK * block
+    least = least_room() * stride(block)
+    return Latents(
+        whole=whole,
+        open=sessions * layers * block,
+        carried=GROUP_ROWS * mla.heads * (mla.v + 2) * 4,
+        least=least,
+        good=min(GOOD, max(least, whole // 8)),
+    )
+
+
+def summaries_of(spec: ModelSpec, dtype: str) -> Summaries | None:
+    """The block summaries of a sweep."""
+    if spec.attnres_block is None:
+        return None
+    count = -(-len(spec.layers) // spec.attnres_block)
+    tile = LATENT_BLOCK * spec.hidden * ITEM[dtype]
+    return Summaries(count * spec.hidden * ITEM[dtype], least_room(count) * stride(tile))
 
 
 def slot_size(layout: Layout) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
@@ -62,6 +63,25 @@ Sweep = Annotated[
     int | None,
     typer.Option(help="Most prompt tokens in one pass; as many as let it read least if unset."),
 ]
+Latents = Annotated[
+    str | None,
+    typer.Option(
+        envvar="K3_LATENTS",
+        help="Most of it that may hold latents; the rest goes to --scratch. All of them where they "
+        "fit, if unset.",
+    ),
+]
+Summaries = Annotated[
+    str | None,
+    typer.Option(
+        envvar="K3_SUMMARIES",
+        help="Most of it that may hold a sweep's block summaries; the rest goes to --scratch.",
+    ),
+]
+Scratch = Annotated[
+    Path | None,
+    typer.Option(envvar="K3_SCRATCH", help="Folder on a disk for what has no room in memory."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -83,6 +103,9 @@ class How(NamedTuple):
     experts_on: str | None
     trunk_on: str | None
     adaptive: bool
+    latents: str | None
+    summaries: str | None
+    scratch: Path | None
 
 
 def kernels_of(given: list[str] | None) -> dict[str, str]:

@@ -21,10 +21,13 @@ from .cli_options import (
     How,
     Isa,
     Kernel,
+    Latents,
     Model,
     Policy,
     Predict,
     Ram,
+    Scratch,
+    Summaries,
     Sweep,
     Threads,
     Trunk,
@@ -77,6 +80,9 @@ def generate(
     experts_on: ExpertsOn = None,
     trunk_on: TrunkOn = None,
     adaptive_backend: AdaptiveBackend = False,
+    latents: Latents = None,
+    summaries: Summaries = None,
+    scratch: Scratch = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue PROMPT."""
@@ -96,14 +102,12 @@ def generate(
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             ids[:] = tokenizer.encode(text)
             _check_context(spec, len(ids), max_new_tokens)
-            rows = None if sweep is None else min(sweep, len(ids))
-            answer = max_new_tokens
-            return {"context": len(ids) + answer, "sweep": rows, "answer": answer}
+            return _sizes(len(ids), max_new_tokens, sweep)
 
         meter = Meter(progress.show)
         how = How(
             ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on, adaptive_backend,
+            experts_on, trunk_on, adaptive_backend, latents, summaries, scratch,
         )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             job = Job(ids, max_new_tokens, sampling, as_json)
@@ -131,6 +135,9 @@ def logits(
     experts_on: ExpertsOn = None,
     trunk_on: TrunkOn = None,
     adaptive_backend: AdaptiveBackend = False,
+    latents: Latents = None,
+    summaries: Summaries = None,
+    scratch: Scratch = None,
     decode_from: Annotated[
         int | None, typer.Option(help="Feed from this token one by one.")
     ] = None,
@@ -148,15 +155,14 @@ def logits(
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             ids[:] = read_tokens(tokens, tokenizer.vocab)
             _check_context(spec, len(ids), 0)
-            rows = None if sweep is None else min(sweep, len(ids))
             extra = Routing.size(spec, len(ids)) if routing else 0
-            answer = 0 if decode_from is None else max(0, len(ids) - decode_from)
-            return {"context": len(ids), "sweep": rows, "answer": answer, "extra": extra}
+            decoded = 0 if decode_from is None else max(0, len(ids) - decode_from)
+            return _sizes(len(ids) - decoded, decoded, sweep) | {"extra": extra}
 
         meter = Meter(progress.show)
         how = How(
             ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on, adaptive_backend,
+            experts_on, trunk_on, adaptive_backend, latents, summaries, scratch,
         )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             seen = Routing(engine.spec, len(ids)) if routing_place else None
@@ -186,7 +192,10 @@ def _open(
     rest: dict[str, Any] = {"ram": ram, "cache": cache, "dtype": how.dtype, "trunk": how.trunk}
     rest.update(kernels=kernels_of(how.kernel), isa=how.isa, experts_on=how.experts_on)
     rest.update(trunk_on=how.trunk_on, adaptive=how.adaptive)
-    rest.update(vram=None if how.vram is None else parse_size(how.vram))
+    for name in ("vram", "latents", "summaries"):
+        given = getattr(how, name)
+        rest[name] = None if given is None else parse_size(given)
+    rest["scratch"] = how.scratch
     rest.update({k: v for k in ("policy", "predict") if (v := getattr(how, k)) is not None})
     if how.threads is not None:
         rest["threads"] = how.threads
@@ -233,6 +242,12 @@ def _prompt(given: str, progress: Progress) -> str:
     if not text:
         raise UsageError("The prompt is empty.", "Give at least one character.")
     return text
+
+
+def _sizes(prompt: int, answer: int, sweep: int | None) -> dict[str, int | None]:
+    """What is to be planned for a prompt and an answer of so many tokens."""
+    rows = None if sweep is None else min(sweep, max(1, prompt))
+    return {"context": prompt + answer, "answer": answer, "sweep": rows}
 
 
 def _check_context(spec: ModelSpec, prompt: int, more: int) -> None:

@@ -22,6 +22,7 @@ NAMES = {
     "read buffers": "",
     "kept for the caller": "",
     "cache policy": "",
+    "block summaries, a part of them": "",
 }
 
 
@@ -152,4 +153,6 @@ def beside_device(
         state=options.sessions * (here - there),
         head_away=placed.head and plan.head_resident,
         longest=None,
+        latents=None,  # those that a device computes with lie there
+        summaries=None,
     )

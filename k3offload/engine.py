@@ -16,7 +16,7 @@ from .accelerator import Accelerator
 from .budget import demand_of
 from .budget_kernels import Backend
 from .checkpoint import Checkpoint
-from .errors import DoesNotFit, K3Error, SessionError, UsageError
+from .errors import DoesNotFit, K3Error, ScratchError, SessionError, UsageError
 from .kernels.choose import NATIVE, TRITON, Kernels
 from .kernels.workers import Workers
 from .layer_moe import Side
@@ -33,9 +33,11 @@ from .scheduler.store import ExpertStore
 from .scheduler.sweep import cut
 from .session import Session
 from .spec import ModelSpec
+from .spilling import Spilling
 from .state import Ledger, SequenceState
 from .tiers.base import PageId
 from .tiers.device import Device
+from .tiers.spill_files import zarr
 from .tiers.tier_disk import DiskTier
 from .tiers.tier_ram import Slab
 from .tokenizer import Tokenizer
@@ -43,28 +45,6 @@ from .warmup import warm_up
 from .weights import Weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def _of_a_device(options: Options) -> str:
-    """The first option that was given and means nothing without a device; empty if none."""
-    given = {
-        "--vram": options.vram,
-        "--experts-on": options.experts_on,
-        "--trunk-on": options.trunk_on,
-        "--adaptive-backend": options.adaptive or None,
-    }
-    return next((name for name, value in given.items() if value is not None), "")
-
-
-def _accelerator(
-    device: Device, checkpoint: Checkpoint, options: Options, kernels: Kernels, watch: Watch
-) -> Accelerator:
-    """The device in our service; closed again if it cannot be."""
-    try:
-        return Accelerator(device, checkpoint, options, kernels, watch.warn)
-    except BaseException:
-        device.close()
-        raise
 
 
 def _for_cpu(kernels: Mapping[str, str]) -> dict[str, str]:
@@ -103,7 +83,7 @@ class Engine:
         self._workers = Workers(options.threads)
         opened, self.device_line = open_device(device)
         self._any_device = device == "auto"
-        if opened is None and (inert := _of_a_device(options)):
+        if opened is None and (inert := options.of_a_device()):
             if device == "cpu":
                 raise UsageError(f"{inert} is about a GPU.", "Leave it out, or --device cpu.")
             watch.warn(f"{inert} has no effect: {self.device_line}")
@@ -111,10 +91,13 @@ class Engine:
         self.kernels = Kernels(self._workers, wanted, options.isa)
         self.accelerator: Accelerator | None = None
         if opened is not None:
-            self.accelerator = _accelerator(opened, checkpoint, options, self.kernels, watch)
+            self.accelerator = Accelerator.over(
+                opened, checkpoint, options, self.kernels, watch.warn
+            )
         self.disk = DiskTier(
             checkpoint.files, lambda page: checkpoint.expert(*page).extents, watch.warn
         )
+        self.spilling: Spilling | None = None  # where not all latents have room in RAM
         try:
             with self._blamed():
                 self._load(checkpoint)
@@ -127,29 +110,11 @@ class Engine:
         options = self.options
         self._predictor = self._make_predictor()  # may read a file, and refuse it
         warm_up(self.kernels, self._dtype)
-        trim_allocator()
-        machine = read_machine()
         self.trunk = choose_precision(options.trunk, checkpoint.spec.trunk_precision)
-        demand = demand_of(
-            checkpoint,
-            options.dtype,
-            trunk=self.trunk,
-            base=machine.rss,
-            threads=options.threads,
-            context=options.context,
-            sessions=options.sessions,
-            extra=options.extra,
-            policy=options.policy,
-            backend=backend_of(self.kernels),
-        )
-        limits = limits_of(machine, options)
-        demand, there = self._beside(demand)
-        if there is not None:
-            there_rows = there.plan.sweep_rows
-            limits = replace(limits, rows=min(limits.rows or there_rows, there_rows))
-        self.plan: Plan = make_plan(demand, limits)
-        if there is not None:
-            self.plan = replace(self.plan, device=there.plan)
+        self.plan, there = self._make_plan(checkpoint)
+        if self.plan.spills:
+            zarr()  # counts as a library, now that it is needed
+            self.plan, there = self._make_plan(checkpoint)
         self._watch.plan(self.plan)
         streamed = len(self.spec.layers) - len(self.plan.resident_layers)
         if streamed and self.trunk != checkpoint.spec.trunk_precision:
@@ -180,7 +145,36 @@ class Engine:
             "head": self.weights.head_counts,
             "embedding": self.weights.embed_counts,
         }
+        if self.plan.spills:
+            self.spilling = Spilling(
+                self.spec, self._dtype, self.plan, options.scratch, self.disk, self._watch.warn
+            )
         self._build(there)
+
+    def _make_plan(self, checkpoint: Checkpoint) -> tuple[Plan, Accelerator | None]:
+        """The plan for the machine as it is now, and the device that has its part in it."""
+        options = self.options
+        trim_allocator()
+        machine = read_machine()
+        demand = demand_of(
+            checkpoint,
+            options.dtype,
+            trunk=self.trunk,
+            base=machine.rss,
+            threads=options.threads,
+            context=options.context,
+            sessions=options.sessions,
+            extra=options.extra,
+            policy=options.policy,
+            backend=backend_of(self.kernels),
+        )
+        limits = limits_of(machine, options)
+        demand, there = self._beside(demand)
+        if there is None:
+            return make_plan(demand, limits), None
+        rows = there.plan.sweep_rows
+        limits = replace(limits, rows=min(limits.rows or rows, rows))
+        return replace(make_plan(demand, limits), device=there.plan), there
 
     def _beside(self, demand: Demand) -> tuple[Demand, Accelerator | None]:
         """What RAM has to hold beside the device, and the device; without it if nobody asked for
@@ -202,7 +196,10 @@ class Engine:
         store, here = self.store, Side(self.kernels, torch.device("cpu"))
         if there is None:
             sides = Sides((here,) * len(self.spec.layers), here, here, (self.kernels,))
-            self._model = Model(self.weights, store, sides, self._dtype, self._schedule(store))
+            summaries = None if self.spilling is None else self.spilling.summaries
+            self._model = Model(
+                self.weights, store, sides, self._dtype, self._schedule(store), summaries
+            )
             return
         self._counts["trunk on the device"] = there.trunk.counts
         if there.store is not None:
@@ -234,7 +231,8 @@ class Engine:
         return Session(self)
 
     def new_state(self) -> SequenceState:
-        homes = self.accelerator.homes(self._ledger) if self.accelerator else None
+        there = self.accelerator or self.spilling
+        homes = None if there is None else there.homes(self._ledger)
         with self._blamed():
             return SequenceState(self.spec, self._dtype, self._ledger, homes)
 
@@ -293,7 +291,8 @@ class Engine:
             try:
                 with self._blamed():
                     session.state.reserve(count)
-            except DoesNotFit as error:  # its traceback would keep the others' states alive
+            except (DoesNotFit, ScratchError) as error:
+                # its traceback would keep the others' states alive
                 failed[session] = error.with_traceback(None)
                 continue
             taken.append(session)
@@ -378,6 +377,8 @@ class Engine:
                         last_first.callback(self.__dict__.pop, name, None)
                     last_first.callback(self._workers.close)
                     last_first.callback(self.disk.close)
+                    if self.spilling is not None:
+                        last_first.callback(self.spilling.close)
                     if "weights" in self.__dict__:
                         last_first.callback(self.weights.close)
                     if self.accelerator is not None:  # first of all: its copies read the weights

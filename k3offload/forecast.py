@@ -18,6 +18,8 @@ Pure arithmetic, no torch, no files.  What is assumed, and stated wherever a fig
 * **Row-wise work** (norms, mixes, sums) counts the numbers it reads; attention and the KDA
   recurrence (with its convolutions and gates) count multiply-adds, decode rows also the state that
   they read.
+* **Latents** that have no room in RAM are read back while attention computes, by a decode row once
+  and by a prompt once for each group of rows; the layer waits for the longer of the two.
 * A trunk that is quantised while it streams is read as it is stored; only a pack reads less.
 
 ``rates.py`` says where a machine's rates come from.
@@ -31,11 +33,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .config import GROUP_ROWS, KDA_CHUNK, LATENT_BLOCK, ROW_TILE, align_up
-from .inventory import DENSE, HEAD, KDA, MLA, ROUTERS, distinct, is_product
-from .precision import quantised, stored_bytes
+from .config import GROUP_ROWS, KDA_CHUNK
+from .forecast_sizes import attended_pairs, distinct, is_product, weight_of
+from .inventory import DENSE, HEAD, KDA, MLA, ROUTERS
 from .rates import EXPERTS, Rates
-from .spec import LayerSpec, ModelSpec, TensorSpec
+from .spec import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
     from .scheduler.plan import Plan
@@ -85,6 +87,7 @@ class Forecast:
     overhead_seconds: float
     expert_bytes: float  #: read from disk
     trunk_bytes: float  #: read from disk
+    latent_bytes: float  #: read from disk
     weight_bytes: float  #: of weights read from memory
     macs: float  #: multiply-adds of products with weights, attention apart
     experts: float  #: different experts asked for
@@ -141,35 +144,16 @@ def prompt_seconds(setup: Setup, tokens: int) -> float:
     return seconds
 
 
-def weight_of(tensor: TensorSpec, trunk: str) -> tuple[str, int]:
-    """The format a trunk tensor has in memory under precision ``trunk``, and its bytes."""
-    if quantised(tensor.name, tensor.shape, trunk):
-        return trunk, stored_bytes(tensor.shape, trunk)
-    return "bfloat16", tensor.nbytes
-
-
-def trunk_elements(spec: ModelSpec) -> int:
-    """Weights of all layers' trunk and of the head, in numbers."""
-    layers = sum(math.prod(t.shape) for la in spec.layers for t in spec.layer_tensors(la.index))
-    return layers + spec.vocab * spec.hidden
-
-
-def attended_pairs(position: int, rows: int) -> int:
-    """Pairs of a prompt row and a key that attention computes for ``rows`` rows from ``position``
-    on: tiles of rows, each with all blocks of latents up to its last row's."""
-    ends = range(position + ROW_TILE, position + rows + ROW_TILE, ROW_TILE)
-    return ROW_TILE * sum(align_up(end, LATENT_BLOCK) for end in ends)
-
-
 class _Work(NamedTuple):
     """What a layer's rows cost before its router has spoken and after it, and the bytes of its
-    trunk that the sweep reads from disk."""
+    trunk and its latents that the sweep reads from disk."""
 
     before: Cost
     after: Cost
     weight_bytes: float
     macs: float
     trunk: int
+    latents: float
 
 
 class _Sweep:
@@ -206,15 +190,17 @@ class _Sweep:
             total = total.plus(work.before).plus(work.after)
         expert_bytes = self.missed * one * len(spec.moe_layers)
         trunk_bytes = read + sum(work.trunk for work in works)
+        latent_bytes = sum(work.latents for work in works)
         return Forecast(
             rows=self.n,
             seconds=seconds,
-            disk_seconds=(expert_bytes + trunk_bytes) / self.rates.disk,
+            disk_seconds=(expert_bytes + trunk_bytes + latent_bytes) / self.rates.disk,
             memory_seconds=total.memory,
             arithmetic_seconds=total.arithmetic,
             overhead_seconds=total.overhead,
             expert_bytes=expert_bytes,
             trunk_bytes=trunk_bytes,
+            latent_bytes=latent_bytes,
             weight_bytes=kept + sum(work.weight_bytes for work in works),
             macs=sum(work.macs for work in works)
             + spec.vocab * spec.hidden * (self.n if self.decode else 1),
@@ -258,10 +244,12 @@ class _Sweep:
                     room -= 1
                 experts = expert_seconds if self.spec.layers[i].ffn == "moe" else 0.0
                 waited = experts * (1 - self.setup.covered)
+                latents = work.latents / disk
+                before = max(work.before.seconds, latents)
                 after = max(work.after.seconds, waited)
                 if streamed:
-                    read_ahead(work.before.seconds + max(0.0, after - experts), room)
-                now += work.before.seconds + after
+                    read_ahead(before - latents + max(0.0, after - experts), room)
+                now += before + after
             marks.append(now)
         return marks[1] - marks[0]
 
@@ -303,7 +291,8 @@ class _Sweep:
                 after = after.plus(cost)
             weights += size
             macs += self.n * math.prod(tensor.shape)
-        return _Work(before, after, weights, macs, self._stored(layer))
+        latents = 0.0 if layer.attention == "kda" else self._latents()
+        return _Work(before, after, weights, macs, self._stored(layer), latents)
 
     def _product(self, kind: str, size: float, macs: float, rows: float | None = None) -> Cost:
         """``rows`` rows (all if None) times a weight of ``size`` bytes, ``macs`` a row."""
@@ -358,6 +347,19 @@ class _Sweep:
             return Cost(read, seen * m.heads * (m.latent + m.kv_lora) / rates.macs32)
         pairs = attended_pairs(self.position, self.n)
         return Cost(0.0, pairs * m.heads * (m.nope + m.rope + m.v) / rates.attention)
+
+    def _latents(self) -> float:
+        """Bytes that a layer's attention reads from disk: of what stands before, the part that RAM
+        has no room for."""
+        held = self.setup.plan.latents
+        if held is None:
+            return 0.0
+        tokens: float = self.position * (self.n if self.decode else 1)
+        every = tokens * self.spec.latent_bytes_per_token(self.itemsize)
+        spilled = max(0.0, 1 - held / every) if every else 0.0
+        if not self.decode:  # each group of rows reads what stands before it
+            tokens = self.groups * (self.position + GROUP_ROWS * (self.groups - 1) / 2)
+        return spilled * tokens * self.spec.mla.latent * self.itemsize
 
     def _head(self) -> tuple[Cost, int]:
         """The head for the rows whose logits are kept: all decode rows, a prompt's last one."""

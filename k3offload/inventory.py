@@ -235,25 +235,3 @@ def vision_tensors(vision: VisionSpec | None) -> list[TensorSpec]:
     for name, shape in projector:
         out.append(TensorSpec(f"mm_projector.{name}.weight", "BF16", shape, PROJECTOR))
     return out
-
-
-def is_product(tensor: TensorSpec) -> bool:
-    """Whether rows are multiplied with ``tensor``: a matrix of more than one row."""
-    return len(tensor.shape) == 2 and tensor.shape[0] > 1
-
-
-def token_macs(spec: ModelSpec) -> int:
-    """Multiply-adds of one token with all weights that it uses, attention over others apart."""
-    trunk = sum(
-        math.prod(t.shape)
-        for layer in spec.layers
-        for t in spec.layer_tensors(layer.index)
-        if is_product(t)
-    )
-    routed = 3 * spec.moe.width * spec.moe.io * spec.moe.top_k if spec.moe else 0
-    return trunk + routed * len(spec.moe_layers) + spec.vocab * spec.hidden
-
-
-def distinct(experts: int, top_k: int, rows: float) -> float:
-    """Different experts of one layer that ``rows`` rows ask for, uniform routing."""
-    return experts * (1 - math.pow(1 - top_k / experts, rows))

@@ -36,6 +36,9 @@ def load(
     experts_on: str | None = None,
     trunk_on: str | None = None,
     adaptive: bool = False,
+    latents: str | int | None = None,
+    summaries: str | int | None = None,
+    scratch: str | Path | None = None,
     watch: Watch | None = None,
 ) -> Engine:
     """Open the model in folder ``path`` (or ``"nano"``, the one that comes with the package).
@@ -44,38 +47,30 @@ def load(
     that holds routed experts; ``dtype``: of the activations; ``trunk``: precision of the trunk's
     large matrices, as the folder has it, or ``int8`` or ``mxfp4``, which lose some; ``context``:
     tokens a session may reach; ``sessions``: how many sequence states (sessions and snapshots) to
-    reserve for; ``sweep``: most prompt tokens in one pass (None: as many as lets a prompt of
-    ``context`` tokens read least); ``kernels``: operator -> backend; ``isa``: instruction set of
-    the native kernels; ``policy``, ``predict``: which expert leaves a full cache, and which are
-    read ahead; ``device``: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``; ``vram``: bytes of it to use;
-    ``experts_on``, ``trunk_on``: ``gpu``, ``cpu``, and for the trunk ``split:N``, the first N
-    layers; ``adaptive``: let the CPU compute experts that would have to be copied, where that is
-    quicker.  None but ``dtype``, ``trunk``, ``kernels``, ``isa``, ``adaptive`` and what is computed
-    where changes a bit of the results, as long as ``sweep`` is a multiple of 64.
+    reserve for; ``sweep``: most prompt tokens in one pass; ``kernels``: operator -> backend, like
+    ``{"linear": "reference"}``; ``isa``: instruction set of the native kernels; ``policy``,
+    ``predict``: which expert leaves a full cache, and which are read ahead; ``device``: ``auto``,
+    ``cuda``, ``cuda:N`` or ``cpu``; ``vram``: bytes of it to use; ``experts_on``, ``trunk_on``:
+    ``gpu``, ``cpu``, and for the trunk ``split:N``, the first N layers; ``adaptive``: let the
+    CPU compute experts that would have to be copied, where that is quicker; ``latents``: bytes of
+    RAM for what attention remembers of all sessions, the rest of which goes to files in the folder
+    ``scratch`` (one in the user's cache folder if it is None) and goes away with the engine; if it
+    is None, files are used only where memory is too small; ``summaries``: the same of the block
+    summaries of a sweep, all of them if it is None.  None but ``dtype``, ``trunk``,
+    ``kernels``, ``isa``, ``adaptive`` and what is computed where changes a bit of the results, as
+    long as ``sweep`` is a multiple of 64.
 
     Raises ``ConfigError``, ``CheckpointError``, ``TokenizerError``, or ``DoesNotFit`` with the
     missing bytes, before any weight is read.
     """
     sizes: dict[str, int | None] = {"context": context, "sessions": sessions, "sweep": sweep}
+    folder = None if scratch is None else Path(scratch)
     return open_engine(
-        path,
-        lambda tokenizer, spec: sizes,
-        ram=ram,
-        cache=cache,
-        dtype=dtype,
-        trunk=trunk,
-        threads=threads,
-        kernels=kernels,
-        isa=isa,
-        policy=policy,
-        predict=predict,
-        device=device,
-        vram=vram,
-        experts_on=experts_on,
-        trunk_on=trunk_on,
-        adaptive=adaptive,
-        watch=watch,
-    )
+        path, lambda tokenizer, spec: sizes, ram=ram, cache=cache, dtype=dtype, trunk=trunk,
+        threads=threads, kernels=kernels, isa=isa, policy=policy, predict=predict, device=device,
+        vram=vram, experts_on=experts_on, trunk_on=trunk_on, adaptive=adaptive, latents=latents,
+        summaries=summaries, scratch=folder, watch=watch,
+    )  # fmt: skip
 
 
 def open_engine(
@@ -96,7 +91,7 @@ def open_engine(
     tokenizer = Tokenizer.load(folder, checkpoint.spec)
     # what nobody has set keeps the default of ``Options``
     given = {name: value for name, value in how.items() if value is not None}
-    for name in ("ram", "cache", "vram"):
+    for name in ("ram", "cache", "vram", "latents", "summaries"):
         if name in given:
             given[name] = parse_size(given[name])
     given.update(sizes(tokenizer, checkpoint.spec))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +30,8 @@ from .scheduler.store import ExpertStore
 from .scheduler.sweep import Group, Part, Span, pack
 from .spec import LayerSpec
 from .state import SequenceState
+from .stream import TILE, Mix, Resident, Spilled, Stream, own
+from .tiers.spill import Spill
 from .weights import Weights
 
 Floats = npt.NDArray[np.float32]
@@ -76,30 +78,6 @@ class Hooks:
     on_ahead: OnAhead = lambda layer, next_layer, scores, latent: None
 
 
-@dataclass
-class _Stream:
-    """The residual stream: ``p`` [R, H] the running sum, ``summaries`` the sealed blocks, ``ends``
-    the least and largest number of each row after each layer so far, parts of [layers, 2, R]; where
-    it is now, and what computes there."""
-
-    p: torch.Tensor
-    side: Side
-    summaries: list[torch.Tensor] = field(default_factory=list)
-    ends: list[torch.Tensor] = field(default_factory=list)
-
-    def move(self, side: Side) -> None:
-        """Go on at ``side``."""
-        if side.where != self.side.where:
-            ends = [torch.cat(self.ends)] if self.ends else []
-            self.p, *rest = side.kernels.here(self.p, *self.summaries, *ends)
-            self.summaries, self.ends = rest[: len(self.summaries)], rest[len(self.summaries) :]
-        self.side = side
-
-    def note_ends(self) -> None:
-        """After a layer.  Both ends of a row are finite only if all of it is."""
-        self.ends.append(torch.stack(torch.aminmax(self.p, dim=1))[None])
-
-
 class Model:
     """K3's forward pass over ``weights`` and the expert store ``store``, computed at ``sides``."""
 
@@ -110,23 +88,29 @@ class Model:
         sides: Sides,
         dtype: torch.dtype,
         schedule: Schedule | None = None,
+        summaries: Spill | None = None,
     ) -> None:
+        """``summaries``: where block summaries go; they stay in memory if it is None."""
         self.spec = weights.spec
         self._weights, self._store, self._sides, self._dtype = weights, store, sides, dtype
-        self._schedule = schedule
+        self._schedule, self._summaries = schedule, summaries
 
     def sweep(self, runs: Sequence[Run], emit: Emit, hooks: Hooks) -> None:
         """Advance every run's state by its tokens and emit the logits of the rows it keeps.
 
-        A run whose numbers turn NaN or infinite gets a ``NumericError`` in ``run.error``; the
-        others are not touched by it.  Any other error leaves all states of the sweep broken, but
-        for ``DoesNotFit``, which comes before any state has moved.
+        A run whose numbers turn NaN or infinite gets a ``NumericError`` in ``run.error``, one that
+        loses what it moved to scratch files a ``ScratchError``; the others are not touched by it.
+        Any other error leaves all states of the sweep broken, but for ``DoesNotFit`` and
+        ``ScratchError``, which come before any state has moved.
         """
         for run in runs:
             run.state.usable().reserve(len(run.tokens))
+            run.state.failed = None
         groups = pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs])
         # In a sweep with prompts most experts come anyway, in the order of the disk.
-        ahead = self._schedule if all(group.decode for group in groups) else None
+        sealed = self._sealed(groups[-1].end)
+        decodes = all(group.decode for group in groups) and isinstance(sealed, Resident)
+        ahead = self._schedule if decodes else None
         on_route = _both(ahead, hooks.on_route) if ahead else hooks.on_route
         if ahead:
             ahead.begin(sum(len(run.tokens) for run in runs))
@@ -137,12 +121,15 @@ class Model:
                 for kernels in self._sides.kernels:
                     in_force.enter_context(kernels.in_force())
                 first = self._sides.layers[0]
-                stream = _Stream(first.kernels.here(self._embed(runs, groups))[0], first)
+                p = first.kernels.here(self._embed(runs, groups))[0]
+                stream = Stream(p, first, sealed)
                 for layer in self.spec.layers:
                     hooks.before_layer(layer.index)
                     stream.move(self._sides.layers[layer.index])
                     with self._weights.layer(layer.index) as w:
                         self._attention(layer, stream, groups, runs, w)
+                        for run in runs:
+                            run.error = run.error or run.state.failed
                         latent = self._feed_forward(layer, stream, groups, w, on_route)
                         if ahead:
                             self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)
@@ -160,6 +147,15 @@ class Model:
             run.state.position += len(run.tokens)
             run.state.broken = None if run.error is None else run.error.problem.rstrip(".")
 
+    def _sealed(self, rows: int) -> Resident | Spilled:
+        """A place for the summaries of a sweep; what a few rows need is always in memory."""
+        if self._summaries is None or rows <= ROW_TILE:
+            return Resident()
+        block = self.spec.attnres_block or len(self.spec.layers)
+        count = -(-len(self.spec.layers) // block)
+        self._summaries.check(count * -(-rows // TILE))
+        return Spilled(self._summaries, rows, self._dtype)
+
     def _embed(self, runs: Sequence[Run], groups: Sequence[Group]) -> torch.Tensor:
         tokens: list[int] = []
         for part in _parts(groups):
@@ -170,7 +166,7 @@ class Model:
     def _attention(
         self,
         layer: LayerSpec,
-        stream: _Stream,
+        stream: Stream,
         groups: Sequence[Group],
         runs: Sequence[Run],
         w: LayerWeights,
@@ -180,38 +176,38 @@ class Model:
         seals = block is not None and layer.index % block == 0
         before = stream.p
         if seals:
-            stream.summaries.append(before)
-            stream.p = torch.empty_like(before)
-        sources = [*stream.summaries] if seals else [*stream.summaries, before]
+            stream.p = stream.sealed.seal(before)
         states = [run.state for run in runs]
         sublayer, kernels = kda if layer.attention == "kda" else mla, stream.side.kernels
-        for group in groups:
-            h = self._mix(stream, [_own(s, group) for s in sources], w, "self_attention_res")
+        mix = self._mix(stream, w, "self_attention_res")
+        mixed = stream.sealed.mixed(groups, None if seals else before, mix)
+        for group, h in zip(groups, mixed, strict=True):
             x = kernels.rms_norm(h, w.vector("input_layernorm.weight"), self.spec.eps)
             y = sublayer(x, group, states, w, self.spec, kernels)
             if seals:
-                _own(stream.p, group).copy_(y)
+                own(stream.p, group).copy_(y)
             else:
-                torch.add(_own(before, group), y, out=_own(stream.p, group))
+                torch.add(own(before, group), y, out=own(stream.p, group))
 
     def _feed_forward(
         self,
         layer: LayerSpec,
-        stream: _Stream,
+        stream: Stream,
         groups: Sequence[Group],
         w: LayerWeights,
         on_route: OnRoute,
     ) -> torch.Tensor | None:
         """p <- p + ffn(norm(mix)).  Returns what routed experts were given, [R, Z]."""
-        sources, kernels = [*stream.summaries, stream.p], stream.side.kernels
+        kernels = stream.side.kernels
+        mixed = stream.sealed.mixed(groups, stream.p, self._mix(stream, w, "mlp_res"))
 
         def normed(group: Group) -> torch.Tensor:
-            h = self._mix(stream, [_own(s, group) for s in sources], w, "mlp_res")
+            """Asked for each group once, in their order."""
             norm = w.vector("post_attention_layernorm.weight")
-            return kernels.rms_norm(h, norm, self.spec.eps)
+            return kernels.rms_norm(next(mixed), norm, self.spec.eps)
 
         def emit(group: Group, z: torch.Tensor) -> None:
-            _own(stream.p, group).add_(z)
+            own(stream.p, group).add_(z)
 
         if layer.ffn == "dense":
             for group in groups:
@@ -227,7 +223,7 @@ class Model:
     def _look_ahead(
         self,
         layer: LayerSpec,
-        stream: _Stream,
+        stream: Stream,
         latent: torch.Tensor | None,
         schedule: Schedule,
         watch: OnAhead,
@@ -241,7 +237,8 @@ class Model:
         w = self._weights.peek(index) if near and schedule.asks_router else None
         if w is not None:
             # Sealed or not, the next layer mixes the same sums, but for what its attention adds.
-            h = self._mix(stream, [*stream.summaries, stream.p], w, "mlp_res")
+            assert isinstance(stream.sealed, Resident)
+            h = self._mix(stream, w, "mlp_res")([*stream.sealed.sums, stream.p])
             norm, kernels = w.vector("post_attention_layernorm.weight"), stream.side.kernels
             x = kernels.rms_norm(h, norm, self.spec.eps)
             scores = route(x, w, self.spec, kernels, decode=True)[2]
@@ -252,15 +249,18 @@ class Model:
         watch(layer.index, index, likely, given)
         schedule.ahead(layer.index, index, likely, given)
 
-    def _mix(
-        self, stream: _Stream, entries: Sequence[torch.Tensor], w: LayerWeights, site: str
-    ) -> torch.Tensor:
-        if self.spec.attnres_block is None or len(entries) == 1:
-            return entries[-1]
-        norm, query = w.vector(f"{site}_norm.weight"), w.vector(f"{site}_proj.weight")
-        return stream.side.kernels.attnres(entries, norm, query, self.spec.eps)
+    def _mix(self, stream: Stream, w: LayerWeights, site: str) -> Mix:
+        """How sums are mixed at ``site``, row by row."""
 
-    def _check(self, stream: _Stream, groups: Sequence[Group], runs: Sequence[Run]) -> None:
+        def mix(entries: Sequence[torch.Tensor]) -> torch.Tensor:
+            if self.spec.attnres_block is None or len(entries) == 1:
+                return entries[-1]
+            norm, query = w.vector(f"{site}_norm.weight"), w.vector(f"{site}_proj.weight")
+            return stream.side.kernels.attnres(entries, norm, query, self.spec.eps)
+
+        return mix
+
+    def _check(self, stream: Stream, groups: Sequence[Group], runs: Sequence[Run]) -> None:
         """Give runs whose numbers are no longer finite their errors, which name the first layer.
         Once for all layers, since it waits for what they gave."""
         finite = torch.isfinite(torch.cat(stream.ends)).all(1)  # [layers, R]
@@ -279,11 +279,11 @@ class Model:
                     )
 
     def _head(
-        self, stream: _Stream, groups: Sequence[Group], runs: Sequence[Run], emit: Emit
+        self, stream: Stream, groups: Sequence[Group], runs: Sequence[Run], emit: Emit
     ) -> None:
         """Logits in float32 of the rows that are kept, 64 rows of one kind at a time."""
-        w, sources = self._weights.globals, [*stream.summaries, stream.p]
-        kernels = stream.side.kernels
+        w, kernels = self._weights.globals, stream.side.kernels
+        mix = self._mix(stream, w, "output_attn_res")
         for decode in (True, False):
             parts = _parts([group for group in groups if group.decode == decode])
             wanted = [
@@ -295,8 +295,9 @@ class Model:
             ]
             for i in range(0, len(wanted), ROW_TILE):
                 some = wanted[i : i + ROW_TILE]
-                (rows,) = kernels.here(torch.tensor([row for _, _, row in some]))
-                h = self._mix(stream, [s[rows] for s in sources], w, "output_attn_res")
+                rows = [row for _, _, row in some]
+                (index,) = kernels.here(torch.tensor(rows))
+                h = mix([*stream.sealed.picked(index), stream.p[index]])
                 x = kernels.rms_norm(h, w.vector("norm.weight"), self.spec.eps).float()
                 logits = torch.empty(len(some), self.spec.vocab, device=x.device)
                 for begin, end, weight in self._weights.head_blocks():
@@ -320,11 +321,6 @@ def _both(schedule: Schedule, watch: OnRoute) -> OnRoute:
         watch(layer, group, experts, weights, scores)
 
     return on_route
-
-
-def _own(rows: torch.Tensor, group: Group) -> torch.Tensor:
-    """The rows of ``group`` among those of a sweep."""
-    return rows if rows.shape[0] == group.end - group.begin else rows[group.rows]
 
 
 def _parts(groups: Sequence[Group]) -> list[Part]:

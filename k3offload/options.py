@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from .errors import UsageError
 from .machine import Machine, default_threads
@@ -38,6 +39,9 @@ class Options:
     experts_on: str | None = None  # gpu or cpu; None: gpu where there is one
     trunk_on: str | None = None  # gpu, cpu or split:N; None: gpu where there is one
     adaptive: bool = False  # CPU or device for each expert, whichever ends sooner
+    latents: int | None = None  # bytes of RAM for latents; None: all of them where they fit
+    summaries: int | None = None  # bytes of RAM for a sweep's block summaries; None: all of them
+    scratch: Path | None = None  # folder for what does not; None: in the user's cache folder
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -54,6 +58,16 @@ class Options:
         most = THREADS_PER_PROCESSOR * default_threads()
         if self.threads > most:
             raise UsageError(f"threads is {self.threads}.", f"Use {most} at most on this machine.")
+
+    def of_a_device(self) -> str:
+        """The first option that was given and means nothing without a device; empty if none."""
+        given = {
+            "--vram": self.vram,
+            "--experts-on": self.experts_on,
+            "--trunk-on": self.trunk_on,
+            "--adaptive-backend": self.adaptive or None,
+        }
+        return next((name for name, value in given.items() if value is not None), "")
 
 
 @dataclass(frozen=True)
@@ -83,4 +97,6 @@ def limits_of(machine: Machine, options: Options) -> Limits:
     else:
         total = options.ram
     use = use_of(options.sweep, options.context, options.answer)
-    return Limits(total, options.cache, options.sweep, notes, use)
+    return Limits(
+        total, options.cache, options.sweep, notes, options.latents, options.summaries, use
+    )

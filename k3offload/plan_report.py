@@ -55,6 +55,8 @@ class Ask:
     vram: int | None = None  #: None: no device
     experts_on: str | None = None
     trunk_on: str | None = None
+    latents: int | None = None
+    summaries: int | None = None
 
 
 class Model(Layout, Protocol):
@@ -220,7 +222,9 @@ def _demand(layout: Model, ask: Ask) -> Demand:
 def limits_of(ask: Ask) -> Limits:
     """What the plan has to keep to."""
     use = use_of(ask.sweep, ask.context)
-    return Limits(ask.ram, ask.cache, ask.sweep, use=use)
+    return Limits(
+        ask.ram, ask.cache, ask.sweep, latents=ask.latents, summaries=ask.summaries, use=use
+    )
 
 
 def plan_of(layout: Model, ask: Ask) -> Plan:
@@ -333,6 +337,8 @@ def _step_lines(what: str, unit: str, step: Forecast) -> list[str]:
     read = f"{show_size(step.expert_bytes)} of experts"
     if step.trunk_bytes:
         read += f" and {show_size(step.trunk_bytes)} of trunk"
+    if step.latent_bytes:
+        read += f" and {show_size(step.latent_bytes)} of latents"
     return [
         f"{what}: {_seconds(step.seconds)} {unit}, limited by {step.limit}",
         f"  disk {_seconds(step.disk_seconds)} ({read}), memory {_seconds(step.memory_seconds)}, "

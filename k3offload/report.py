@@ -32,6 +32,7 @@ def tier_facts(engine: Engine) -> dict[str, Any]:
             "retries": disk.retries,
             "modes": dict(disk.modes),
         },
+        "scratch": None if engine.spilling is None else engine.spilling.facts(),
     }
 
 
@@ -94,6 +95,12 @@ def tier_lines(engine: Engine) -> list[str]:
         f"disk: {disk.reads:,} reads ({modes}), {show_size(disk.bytes)}, alignment added "
         f"{show_size(disk.overhead)}"
     )
+    if engine.spilling is not None:
+        lines += [
+            f"{what} on disk: {show_size(c['written_bytes'])} written, "
+            f"{show_size(c['read_bytes'])} of the reads, {c['wait_seconds']:.2f} s waited"
+            for what, c in engine.spilling.facts().items()
+        ]
     memory = memory_facts(engine)
     lines.append(
         f"memory: {show_size(memory['planned'])} planned, {show_size(memory['peak_rss'])} at most"

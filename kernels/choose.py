@@ -21,6 +21,7 @@ from .glu_reference import Activation
 from .linear_reference import Bundle, Weight
 from .mixer import MixerRows, MixerWeights
 from .mla_prefill_reference import Query
+from .pieces import Pieces
 from .transfer import fetched, sent
 from .triton_run import interpreted, one_at_a_time
 from .workers import Workers
@@ -200,7 +201,7 @@ class Kernels:
     def mla_decode(
         self,
         q: torch.Tensor,
-        blocks: Sequence[torch.Tensor],
+        pieces: Pieces,
         length: int,
         up: Weight,
         nope: int,
@@ -209,14 +210,14 @@ class Kernels:
     ) -> torch.Tensor:
         """The attention result [h, v] of one decode token."""
         y: torch.Tensor = self._f["mla_decode"](
-            q, blocks, length, up, nope, v, scale, self.workers
+            q, pieces, length, up, nope, v, scale, self.workers
         )[0]
         return y
 
     def mla_prefill(
         self,
         queries: Sequence[Query],
-        blocks: Sequence[torch.Tensor],
+        pieces: Pieces,
         length: int,
         up: Weight,
         nope: int,
@@ -225,7 +226,7 @@ class Kernels:
     ) -> list[torch.Tensor]:
         """The attention results [n, h, v] of prompt rows of one sequence."""
         ys: list[torch.Tensor] = self._f["mla_prefill"](
-            queries, blocks, length, up, nope, v, scale, self.workers
+            queries, pieces, length, up, nope, v, scale, self.workers
         )
         return ys
 

@@ -18,6 +18,7 @@ from ..config import LATENT_BLOCK, ROW_TILE
 from .linear_reference import Weight
 from .mla_decode_triton import KINDS, SHARE_PIECES, multiply, multiply_shares, numbers, padded
 from .mla_prefill_reference import Query
+from .pieces import Pieces, walk
 from .transfer import sent, tables
 from .triton_round import narrow
 from .triton_run import FUSION, Compiled, Sizes, upcast
@@ -131,7 +132,7 @@ def _attend(
 
 def mla_prefill(
     queries: Sequence[Query],
-    blocks: Sequence[torch.Tensor],
+    pieces: Pieces,
     length: int,
     up: Weight,
     nope: int,
@@ -139,40 +140,49 @@ def mla_prefill(
     scale: float,
     workers: Workers,
 ) -> list[torch.Tensor]:
-    """``queries`` of one sequence over its ``length`` latents in ``blocks`` [256, kv_lora + rope];
-    ``up`` is [h * (nope + v), kv_lora].  Returns [n, h, v] float32 for each query.
+    """``queries`` of one sequence over its ``length`` latents in ``pieces`` of blocks
+    [256, kv_lora + rope]; ``up`` is [h * (nope + v), kv_lora].  Returns [n, h, v] float32 for each
+    query.
 
     A row sees the latents up to its own position.  Rows from ``length`` on may hold anything.
     """
-    (heads, width), k, first = queries[0].q.shape[1:], up.shape[1], blocks[0]
-    dtype, kind, device, rope = queries[0].q.dtype, first.dtype, first.device, width - nope
+    (heads, width), k = queries[0].q.shape[1:], up.shape[1]
+    dtype, device, rope = queries[0].q.dtype, queries[0].q.device, width - nope
     assert up.shape[0] == heads * (nope + v), (up.shape, heads, nope, v)
-    assert all(b.shape == (LATENT_BLOCK, k + rope) and b.dtype == kind for b in blocks)
-    held = [aligned(block) for block in blocks]
     weight = numbers(up, dtype, workers)
     tiles, counts = [aligned(query.q) for query in queries], [len(q.q) for q in queries]
     last = max(query.start + len(query.q) for query in queries)
     assert last <= length and max(counts) <= ROW_TILE, (last, length, counts)
     place, total = _places(queries, tiles, device), sum(counts)
     out = torch.empty(total, heads, v, device=device)
-    state = len(tiles) * heads * ROW_TILE if last > EXPANDED * LATENT_BLOCK else 1
-    tops, totals, sums = (torch.empty(state * n, device=device) for n in (1, 1, v))
     used = min(EXPANDED, triton.cdiv(last, LATENT_BLOCK))
     kv = torch.empty(used * LATENT_BLOCK, weight.shape[0], dtype=dtype, device=device)
-    table, step = tables(held, device), used * LATENT_BLOCK
-    wide = upcast() or not dtype == kind == weight.dtype == torch.bfloat16
-    for begin in range(0, last, step):
-        rows = triton.cdiv(min(step, last - begin), TILE)
-        _expand[(rows, triton.cdiv(weight.shape[0], TILE))](
-            table, weight, kv, begin, length, weight.shape[0], k + rope, k, LATENT_BLOCK, TILE,
-            STEP, KINDS[kind], wide, upcast(), num_warps=8, num_stages=3, **FUSION,
-        )  # fmt: skip
-        _attend[(len(tiles), heads)](
-            place, table, kv, tops, totals, sums, out, heads, begin, begin + step, length, scale,
-            nope, rope, v, k, padded(nope), padded(rope), padded(v), LATENT_BLOCK, ROW_TILE, KEYS,
-            SHARE_PIECES if dtype == torch.bfloat16 else 1, KINDS[kind], KINDS[dtype], wide,
-            upcast(), num_warps=8, num_stages=1 if wide else 2, **FUSION,
-        )  # fmt: skip
+    held: list[torch.Tensor] = []  # of earlier pieces the addresses alone stay in the table
+    for blocks, first, end, _ in walk(pieces, length):
+        if first >= last:
+            break
+        end = min(end, last)
+        assert blocks[0].shape == (LATENT_BLOCK, k + rope), blocks[0].shape
+        kind, step = blocks[0].dtype, used * LATENT_BLOCK
+        held += map(aligned, blocks)
+        table = tables(held, device)
+        wide = upcast() or not dtype == kind == weight.dtype == torch.bfloat16
+        if first == 0:
+            state = len(tiles) * heads * ROW_TILE if last > min(step, end) else 1
+            tops, totals, sums = (torch.empty(state * n, device=device) for n in (1, 1, v))
+        for begin in range(first, end, step):
+            stop = min(begin + step, end)
+            grid = (triton.cdiv(stop - begin, TILE), triton.cdiv(weight.shape[0], TILE))
+            _expand[grid](
+                table, weight, kv, begin, length, weight.shape[0], k + rope, k, LATENT_BLOCK, TILE,
+                STEP, KINDS[kind], wide, upcast(), num_warps=8, num_stages=3, **FUSION,
+            )  # fmt: skip
+            _attend[(len(tiles), heads)](
+                place, table, kv, tops, totals, sums, out, heads, begin, stop, length, scale,
+                nope, rope, v, k, padded(nope), padded(rope), padded(v), LATENT_BLOCK, ROW_TILE,
+                KEYS, SHARE_PIECES if dtype == torch.bfloat16 else 1, KINDS[kind], KINDS[dtype],
+                wide, upcast(), num_warps=8, num_stages=1 if wide else 2, **FUSION,
+            )  # fmt: skip
     return list(torch.split(out, counts))
 
 

@@ -18,10 +18,8 @@ from k3offload.forecast import (
     decode,
     prefill,
     prompt_seconds,
-    trunk_elements,
-    weight_of,
 )
-from k3offload.inventory import distinct, token_macs
+from k3offload.forecast_sizes import distinct, token_macs, trunk_elements, weight_of
 from k3offload.plan_report import spec_of
 from k3offload.precision import stored_bytes
 from k3offload.rates import KINDS, Rates, assumed, scaled
@@ -54,6 +52,7 @@ def plan_with(
     head: bool = True,
     rows: int = 512,
     buffers: int = 2,
+    latents: int | None = None,
 ) -> Plan:
     """A plan whose last ``streamed`` layers are read anew for each sweep."""
     layers = len(spec.layers)
@@ -63,6 +62,7 @@ def plan_with(
         head_resident=head,
         sweep_rows=rows,
         ring_buffers=buffers,
+        latents=latents,
     )
     plan: Plan = made
     return plan
@@ -70,7 +70,9 @@ def plan_with(
 
 def setup(rates: Rates = INSTANT, spec: ModelSpec = K3, **how: Any) -> Setup:
     plan_options = {
-        k: how.pop(k) for k in ("streamed", "slots", "head", "rows", "buffers") if k in how
+        k: how.pop(k)
+        for k in ("streamed", "slots", "head", "rows", "buffers", "latents")
+        if k in how
     }
     return Setup(spec, plan_with(spec, **plan_options), rates, **how)
 
@@ -265,3 +267,18 @@ def test_weights_by_format() -> None:
     assert weight_of(wide, "int8") == ("int8", stored_bytes(wide.shape, "int8"))
     gate = layer["block_sparse_moe.gate.weight"]
     assert weight_of(gate, "mxfp4") == ("bfloat16", gate.nbytes)
+
+
+def test_latents_on_disk_are_read_back() -> None:
+    """A decode row reads once what stands before it and RAM has no room for, a prompt once for each
+    group of 512 rows."""
+    every = 1_000_000 * 27_648
+    assert decode(setup(), position=1_000_000).latent_bytes == 0
+    step = decode(setup(slots=82_432, latents=every // 4), position=1_000_000)
+    assert step.latent_bytes == pytest.approx(0.75 * every)
+    assert step.seconds == pytest.approx(step.disk_seconds)
+    assert decode(setup(latents=every // 4), position=100_000).latent_bytes == 0
+    two = decode(setup(latents=every // 4), rows=2, position=1_000_000)
+    assert two.latent_bytes == pytest.approx(1.75 * every)
+    sweep = prefill(setup(rows=1024, latents=every // 4), tokens=1024, position=1_000_000)
+    assert sweep.latent_bytes == pytest.approx(0.75 * (2 * every + 512 * 27_648))

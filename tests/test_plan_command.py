@@ -184,7 +184,19 @@ FLAGS = {
     "--ram-gbps": ("20", ("decode", "memory_seconds")),
     "--gmacs": ("100", ("prefill", "seconds")),
     "--hit-rate": ("0.5", ("decode", "seconds")),
+    "--latents": ("100M", ("tiers", "ram", "purposes", "latents, the newest, and buffers")),
 }
+
+
+def test_summaries_make_room_for_rows() -> None:
+    """A sweep that does not fit as a whole is longer when its summaries need not stay in RAM."""
+    options = ("--ram", "8G", "--sweep", "60000", "--threads", "2")
+    before, after = k3(*options), k3(*options, "--summaries", "100M")
+    name = "block summaries, a part of them"
+    assert before["tiers"]["ram"]["purposes"][name] == 0
+    assert after["tiers"]["ram"]["purposes"][name] == 100_000_000
+    rows = [made["tiers"]["ram"]["sweep_tokens"] for made in (before, after)]
+    assert rows[1] > 1.3 * rows[0]
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,8 @@ class DiskTier:
         piece: int = PIECE,
     ) -> None:
         assert piece % READ_ALIGN == 0
-        self._files = [os.fspath(f) for f in files]
+        self._files = {number: os.fspath(f) for number, f in enumerate(files)}
+        self._next_file = len(files)
         self._locate = locate
         self._warn = warn
         self._piece = piece
@@ -145,6 +146,22 @@ class DiskTier:
             tasks.append((extent, [self._planned(extent, window, self._read_staged, targets)]))
         tasks.sort(key=lambda task: task[0])
         return self._queue.submit([piece for _, several in tasks for piece in several], priority)
+
+    def add(self, path: str) -> int:
+        """The number of one more file that may be read from now on."""
+        with self._lock:
+            number, self._next_file = self._next_file, self._next_file + 1
+            self._files[number] = path
+        return number
+
+    def forget(self, file: int) -> None:
+        """Close ``file``, which was added and which nobody reads any more."""
+        with self._lock:
+            self._drives.pop(file, None)
+            del self._files[file]
+            handle = self._handles.pop(file, None)
+        if handle is not None:
+            os.close(handle[0])
 
     def close(self) -> None:
         """Give up the reads that have not begun, wait for the others, close the files."""
