@@ -18,16 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .linear_reference import DenseWeight, Weight
+from ..config import RANGES
+from .linear_reference import Weight
 from .transfer import tables
 from .triton_round import narrow
 from .triton_run import FUSION, Compiled, Sizes, upcast
-from .triton_weights import aligned
+from .triton_weights import aligned, numbers
 from .workers import Workers
 
 SHARING = 16  #: heads that share a reading of the latents: what a tensor core takes
 KEYS = 32  #: latents at a time
-RANGES = 64  #: ranges of one sequence at most: bounds the partial results
 COLUMNS, VALUES = 64, 32  #: of the latent space, of a head's result, that one program computes
 QUERY_PIECES, SHARE_PIECES = 3, 2  #: bfloat16 numbers that stand for a float32 one
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -172,16 +172,6 @@ def padded(n: int) -> int:
     return max(16, int(triton.next_power_of_2(n)))
 
 
-def numbers(up: Weight, dtype: torch.dtype, workers: Workers) -> torch.Tensor:
-    """``up`` [N, K] rounded to ``dtype``, or as it lies where that changes no value."""
-    if isinstance(up, DenseWeight):
-        own = up.tensor.dtype
-        if own == dtype or (own, dtype) == (torch.bfloat16, torch.float32):
-            return up.tensor.contiguous()
-        return up.tensor.to(dtype).contiguous()
-    return up.rows(0, up.shape[0], dtype, workers).contiguous()
-
-
 def blocks_each(blocks: int) -> int:
     """Blocks of one range: a power of two, so that the ranges of any length are at most 64."""
     return int(triton.next_power_of_2(triton.cdiv(blocks, RANGES)))
@@ -209,7 +199,7 @@ def mla_decode(
     assert all(b.shape == (size, k + rope) and b.dtype == dtype for b in blocks)
     assert size % KEYS == 0, size
     held = [aligned(block) for block in blocks]
-    q, weight = q.contiguous(), numbers(up, q.dtype, workers)
+    q, weight = q.contiguous(), numbers(up, q.dtype)
     kind, apart = KINDS[dtype], q.dtype == dtype == torch.bfloat16
     pieces = QUERY_PIECES if apart else 1
     shares = SHARE_PIECES if dtype == torch.bfloat16 else 1

@@ -14,17 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ..config import LATENT_BLOCK, ROW_TILE
+from ..config import EXPANDED, LATENT_BLOCK, ROW_TILE
 from .linear_reference import Weight
-from .mla_decode_triton import KINDS, SHARE_PIECES, multiply, multiply_shares, numbers, padded
+from .mla_decode_triton import KINDS, SHARE_PIECES, multiply, multiply_shares, padded
 from .mla_prefill_reference import Query
 from .transfer import sent, tables
 from .triton_round import narrow
 from .triton_run import FUSION, Compiled, Sizes, upcast
-from .triton_weights import aligned
+from .triton_weights import aligned, numbers
 from .workers import Workers
 
-EXPANDED = 4  #: blocks in the scratch: 50 MB for K3, which a large second cache holds
 KEYS = 64  #: keys at a time
 TILE, STEP = 128, 32  #: of the product that expands: rows and columns, latent columns at a time
 
@@ -149,7 +148,7 @@ def mla_prefill(
     assert up.shape[0] == heads * (nope + v), (up.shape, heads, nope, v)
     assert all(b.shape == (LATENT_BLOCK, k + rope) and b.dtype == kind for b in blocks)
     held = [aligned(block) for block in blocks]
-    weight = numbers(up, dtype, workers)
+    weight = numbers(up, dtype)
     tiles, counts = [aligned(query.q) for query in queries], [len(q.q) for q in queries]
     last = max(query.start + len(query.q) for query in queries)
     assert last <= length and max(counts) <= ROW_TILE, (last, length, counts)

@@ -12,21 +12,13 @@ import pytest
 import k3offload.layout
 from k3offload.arena import LayerWeights
 from k3offload.engine import Engine
-from k3offload.errors import DoesNotFit
 from k3offload.loading import load
 from k3offload.ring import Urgency, demand
 from k3offload.tiers.base import Priority
 from k3offload.tiers.device_fake import FakeDevice
-from tests.helpers_engine import BRIEF, checkpoint, logits_of, same_bits, starve
+from tests.helpers_engine import BRIEF, checkpoint, least_vram, logits_of, same_bits, starve
 
 TOKENS = [(7 * i) % 300 for i in range(40)]
-
-
-def least_vram(folder: Any, **given: Any) -> int:
-    """Bytes of the smallest plan of a device."""
-    with pytest.raises(DoesNotFit) as refusal:
-        load(folder, device=FakeDevice(1 << 30), vram=0, **given)
-    return refusal.value.missing
 
 
 @contextmanager
