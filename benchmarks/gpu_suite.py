@@ -1,6 +1,6 @@
 """Everything about the GPU in one run of at most eight minutes, for a machine that has one.
 
-    python -m benchmarks.gpu_suite [--seconds 480] [--only kernels|rule|budgets] [--fake]
+    python -m benchmarks.gpu_suite [--seconds 480] [--only kernels|rule|budgets] [--tune] [--fake]
 
 1. *kernels*: every operator by Triton at K3's sizes against its reference on the CPU, with fresh
    random inputs and memory that holds NaN; then its time over its floor, the longer of bytes over
@@ -10,6 +10,8 @@
 3. *budgets*: 4 layers of released width, and a checkpoint larger than its RAM budget, under 4, 8,
    16 and 24 GB of GPU memory: tokens a second, bytes of each tier, the shares of the measured rates
    of bus and disk, and how much of the copying was hidden (``gpu_budgets.py``).
+
+``--tune`` measures the candidates of the tuning table instead and prints this GPU's entry.
 
 One JSON line each, appended to ``benchmarks/results``.  ``--fake`` runs the machinery on the CPU,
 that of 1 and 2 with Triton's interpreter, at sizes that mean nothing.
@@ -34,6 +36,7 @@ import torch
 
 from benchmarks.gpu_budgets import bus_rate, decode, disk_rate
 from benchmarks.gpu_cases import SMALL, TOLERANCE, Case, cases, to
+from benchmarks.gpu_tune import entry_text, tune
 from benchmarks.run import machine, note
 from k3offload.kernels.choose import OPS, TRITON, Kernels
 from k3offload.kernels.triton_run import Sizes
@@ -99,6 +102,17 @@ def check(case: Case, reference: Kernels, kernels: Kernels, where: torch.device)
         error = (a.cpu().double() - b.double()).abs().max() / b.double().abs().max()
         worst = max(worst, float(error) if torch.isfinite(error) else float("inf"))
     return worst
+
+
+def run_tune(device: Device, left: Callable[[], float]) -> None:
+    """What to put into ``kernels/tuning.json`` for this GPU."""
+    kernels = Kernels(Workers(1), dict.fromkeys(OPS, TRITON) if FAKE else None, None, device.where)
+    every = cases(SMALL if FAKE else Sizes(), seed=0, rows=64 if FAKE else PROMPT)
+    got = tune(every, kernels, device.where, lambda f: seconds_of(f, device.where), left)
+    tell(got, device)
+    on_gpu = device.where.type == "cuda"
+    name = torch.cuda.get_device_name(device.where) if on_gpu else device.name
+    print(entry_text(name, got["entry"]))
 
 
 def run_kernels(device: Device, left: Callable[[], float]) -> bool:
@@ -182,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--only", choices=("kernels", "rule", "budgets"))
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--fake", action="store_true")
     given = parser.parse_args()
     if FAKE:  # read when a kernel's file is imported, which is when an engine chooses it
@@ -198,6 +213,9 @@ def main() -> None:
         assert device is not None, why
         return device
 
+    if given.tune:
+        run_tune(make(""), left)
+        return
     fine = True
     if given.only in (None, "kernels"):
         fine &= run_kernels(make(""), left)

@@ -24,6 +24,7 @@ from .transfer import tables
 from .triton_round import narrow
 from .triton_run import FUSION, Compiled, Sizes, upcast
 from .triton_weights import aligned, numbers
+from .tuning import tuned
 from .workers import Workers
 
 SHARING = 16  #: heads that share a reading of the latents: what a tensor core takes
@@ -217,7 +218,8 @@ def mla_decode(
     _attend[(ranges, triton.cdiv(heads, SHARING))](
         q, lifted, tables(held, device), sums, tops, totals, heads, length, each, scale,
         nope, rope, k, rp, kp, size, SHARING, KEYS, COLUMNS, pieces, shares, kind,
-        upcast() or not apart, upcast(), num_warps=4, num_stages=2, **FUSION,
+        upcast() or not apart, upcast(), num_warps=4,
+        num_stages=tuned(device).attend_stages, **FUSION,
     )  # fmt: skip
     _merge[(heads, triton.cdiv(v, VALUES))](
         sums, tops, totals, weight, out, lse, heads, ranges, nope, v, k, kp, VALUES,
@@ -245,9 +247,10 @@ def compiled(sizes: Sizes) -> list[Compiled]:
     merge = dict.fromkeys(("sums", "tops", "totals"), "*fp32") | {"up": "*bf16"}
     merge |= {"out": "*fp32", "lse": "*fp32", "heads": "i32", "ranges": "i32"}
     merges = {"N": n, "V": v, "K": k, "KP": padded(k), "VALUES": VALUES}
+    ahead = tuned(torch.device("cpu")).attend_stages
     return [
         _launch("mla_decode_lift", _lift, lift, lifts, 4, 1),
-        _launch("mla_decode_attend", _attend, attend, attends, 4, 2),
+        _launch("mla_decode_attend", _attend, attend, attends, 4, ahead),
         _launch("mla_decode_merge", _merge, merge, merges, 8, 1),
     ]
 

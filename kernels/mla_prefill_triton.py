@@ -22,6 +22,7 @@ from .transfer import sent, tables
 from .triton_round import narrow
 from .triton_run import FUSION, Compiled, Sizes, upcast
 from .triton_weights import aligned, numbers
+from .tuning import tuned
 from .workers import Workers
 
 KEYS = 64  #: keys at a time
@@ -160,17 +161,18 @@ def mla_prefill(
     kv = torch.empty(used * LATENT_BLOCK, weight.shape[0], dtype=dtype, device=device)
     table, step = tables(held, device), used * LATENT_BLOCK
     wide = upcast() or not dtype == kind == weight.dtype == torch.bfloat16
+    own = tuned(device)
     for begin in range(0, last, step):
         rows = triton.cdiv(min(step, last - begin), TILE)
         _expand[(rows, triton.cdiv(weight.shape[0], TILE))](
             table, weight, kv, begin, length, weight.shape[0], k + rope, k, LATENT_BLOCK, TILE,
-            STEP, KINDS[kind], wide, upcast(), num_warps=8, num_stages=3, **FUSION,
+            STEP, KINDS[kind], wide, upcast(), num_warps=8, num_stages=own.expand_stages, **FUSION,
         )  # fmt: skip
         _attend[(len(tiles), heads)](
             place, table, kv, tops, totals, sums, out, heads, begin, begin + step, length, scale,
             nope, rope, v, k, padded(nope), padded(rope), padded(v), LATENT_BLOCK, ROW_TILE, KEYS,
             SHARE_PIECES if dtype == torch.bfloat16 else 1, KINDS[kind], KINDS[dtype], wide,
-            upcast(), num_warps=8, num_stages=1 if wide else 2, **FUSION,
+            upcast(), num_warps=8, num_stages=1 if wide else own.attend_stages, **FUSION,
         )  # fmt: skip
     return list(torch.split(out, counts))
 
@@ -205,7 +207,8 @@ def compiled(sizes: Sizes) -> list[Compiled]:
     }  # fmt: skip
     expand |= dict.fromkeys(expands, "constexpr")
     attend |= dict.fromkeys(attends, "constexpr")
+    own = tuned(torch.device("cpu"))
     return [
-        Compiled("mla_prefill_expand", _expand, expand, expands, 8, 3),
-        Compiled("mla_prefill_attend", _attend, attend, attends, 8, 2),
+        Compiled("mla_prefill_expand", _expand, expand, expands, 8, own.expand_stages),
+        Compiled("mla_prefill_attend", _attend, attend, attends, 8, own.attend_stages),
     ]
