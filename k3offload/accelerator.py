@@ -125,8 +125,9 @@ class Accelerator:
         """Bring the device's layers there; ``weights`` has loaded its own.  A layer passes through
         RAM that the expert slots take later."""
         layers = range(self.placed.layers)
-        if len(self.elsewhere) < self.placed.layers:
-            self._lock(weights.memory())
+        streams = len(self.elsewhere) < self.placed.layers
+        head = self.placed.head and not self.plan.head_resident
+        self._lock(weights.memory(self.placed.layers if streams else 0, head))
         self.trunk = DeviceTrunk(weights, self.device, self.plan, layers, self.placed.head)
         self._ends.callback(self.trunk.close)
 

@@ -69,6 +69,10 @@ class LayerWeights:
         """What has to be read to fill the arena."""
         return sum(item.tensor.location.length for item in self.items)
 
+    def arrays(self) -> list[tuple[str, torch.Tensor]]:
+        """All arrays with the names they are held under."""
+        return list(self._tensors.items())
+
     def tensor(self, name: str) -> torch.Tensor:
         """An array by the name it is held under."""
         return self._tensors[name]

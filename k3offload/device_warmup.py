@@ -41,7 +41,7 @@ class Made:
         self.spec = made_spec(weights.spec, placed.layers)
         where = (sides.layers[0] if placed.layers else sides.experts).where
         layers = [plan.layer_sizes[layer.index] for layer in self.spec.layers]
-        blocks = [weights.head_block_bytes(number) for number in self._blocks()]
+        blocks = [weights.head_bytes(number) for number in self._blocks()]
         self._arena = torch.zeros(max(layers + blocks, default=0), dtype=torch.uint8, device=where)
         own = weights.globals
         self.globals = own.laid_in(torch.zeros(own.size, dtype=torch.uint8, device=where))

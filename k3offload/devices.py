@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from .budget import HEAP_SLACK, asked_bytes, state_bytes, working_set
-from .budget_kernels import Backend
+from .budget_kernels import Backend, device_scratch
 from .config import LATENT_BLOCK, align_up
 from .errors import DoesNotFit, UsageError
 from .layout import Layout, arena_size, head_buffers, head_tensors
@@ -102,7 +102,9 @@ def device_demand(
         head_block=sum(head_buffers(layout, trunk)) if placed.head else 0,
         state=options.sessions * state_of(spec, options, range(placed.layers)),
         working=lambda rows: (
-            working_set(spec, options.dtype, rows, options.sessions, quiet) - HEAP_SLACK
+            working_set(spec, options.dtype, rows, options.sessions, quiet)
+            - HEAP_SLACK
+            + device_scratch(spec, options.dtype, rows, options.context)
         ),
         slot=slot if placed.experts else 0,
         experts=spec.expert_count if placed.experts else 0,

@@ -202,6 +202,7 @@ class Engine:
             )
             return
         self._counts["trunk on the device"] = there.trunk.counts
+        self._counts["head on the device"] = there.trunk.head_counts
         if there.store is not None:
             store = there.store
             self._counts["experts on the device"] = store.counts

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from .linear_reference import Weight
-from .mla_decode_triton import numbers
 from .rms_norm_triton import together
 from .triton_run import FUSION, Compiled, Sizes, upcast
+from .triton_weights import numbers
 from .workers import Workers
 
 FEW, LONG = 4, 1024  #: a decode program: experts of one row, columns at a time
@@ -124,7 +124,7 @@ def router(
     (rows, k), count = x.shape, gate.shape[0]
     assert 0 < top_k <= count and gate.shape[1] == k, (top_k, gate.shape, k)
     x = x.contiguous()
-    weight = numbers(gate, torch.float32, workers)
+    weight = numbers(gate, torch.float32)
     scores = torch.empty(rows, count, device=x.device)
     experts = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(rows, top_k, device=x.device)

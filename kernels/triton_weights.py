@@ -50,6 +50,17 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def numbers(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """``weight`` [N, K] rounded to ``dtype``, or as it lies where that changes no value.  No
+    precision of the trunk makes codes of what the router and attention use."""
+    if not isinstance(weight, DenseWeight):
+        raise TypeError(f"no Triton kernel for {type(weight).__name__} here")
+    own = weight.tensor.dtype
+    if own == dtype or (own, dtype) == (torch.bfloat16, torch.float32):
+        return weight.tensor.contiguous()
+    return weight.tensor.to(dtype).contiguous()
+
+
 def x_in_words(x: torch.Tensor, kind: int) -> torch.Tensor:
     """``x`` [R, K] as whole 64-bit words for the decode family.
 

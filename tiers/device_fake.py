@@ -68,7 +68,8 @@ class FakeDevice:
     ) -> None:
         self.name, self.where = "fake", torch.device("cpu")
         self._size, self._delay, self._failing = size, delay, failing
-        self._pinnable = pinnable
+        self._pinnable, self._pinned = pinnable, list[tuple[int, int]]()
+        self.unpinned = 0  #: copies from memory that is not pinned
         self._refused: set[int] = set()  # numbers of copies that fail when they are asked for
         self._held = False
         self._random = random.Random(seed)
@@ -97,10 +98,13 @@ class FakeDevice:
         return torch.full((size,), POISON, dtype=torch.uint8)
 
     def pin(self, memory: Buffer) -> bool:
-        if self._pinnable is None:
-            return True
-        self._pinnable -= memory.nbytes
-        return self._pinnable >= 0
+        if self._pinnable is not None:
+            self._pinnable -= memory.nbytes
+            if self._pinnable < 0:
+                return False
+        begin = memory.ctypes.data
+        self._pinned.append((begin, begin + memory.nbytes))
+        return True
 
     def copy(
         self,
@@ -114,6 +118,8 @@ class FakeDevice:
         assert after is None or isinstance(after, FakeMark)
         with self._change:
             assert not self._closing, "the device is closed"
+            here = source.ctypes.data
+            self.unpinned += not any(a <= here < b for a, b in self._pinned)
             begin = to.data_ptr()
             uses = [a for a in self._uses if a < begin + to.nbytes and begin < a + self._sizes[a]]
             assert all(after is not None and after.number >= self._uses[a] for a in uses), (
