@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .budget_kernels import ITEM, Backend, glu_bytes, kept_buffers, mlps, thread_bytes
 from .config import GROUP_ROWS, LATENT_BLOCK, READ_ALIGN, ROW_TILE, align_up
+from .forecast_sizes import distinct, token_macs
 from .layout import EMBED, HEAD, Layout, arena_size, head_buffers, head_tensors, quantising
 from .scheduler.plan import Demand, Latents, Summaries
 from .scheduler.reuse import memory
@@ -18,6 +19,9 @@ from .tiers.tier_disk import READERS, STAGING, windows
 
 BACKEND = Backend()
 HEAP_SLACK = 18 << 20  #: fragmentation of the C heap and small objects of a running sweep
+#: multiply-adds for each byte read, from which on no processor waits for its drive: four times
+#: those of a fast one (1 TMAC/s) beside a drive of 5 GB/s
+BALANCE = 800
 SLOT_OBJECTS = 8_000  #: bytes of the Python objects that say where an expert's weights lie
 
 
@@ -54,9 +58,19 @@ def demand_of(
         experts=spec.expert_count,
         top_k=spec.moe.top_k if spec.moe else 0,
         extra=extra,
+        asked=lambda rows: asked_bytes(spec, rows),
+        longest=BALANCE * spec.expert_count * spec.expert_bytes // token_macs(spec) or None,
         latents=latents_of(spec, dtype, context, sessions),
         summaries=summaries_of(spec, dtype),
     )
+
+
+def asked_bytes(spec: ModelSpec, rows: int) -> float:
+    """Bytes of the experts that a sweep of ``rows`` tokens asks for, if routing is uniform."""
+    if spec.moe is None:
+        return 0.0
+    each = distinct(spec.moe.experts, spec.moe.top_k, rows) * spec.expert_bytes
+    return each * len(spec.moe_layers)
 
 
 def policy_bytes(spec: ModelSpec, policy: str) -> int:
@@ -127,6 +141,7 @@ def working_set(
     a, h = ITEM[dtype], spec.hidden
     sums = 1 + (-(-len(spec.layers) // spec.attnres_block) if spec.attnres_block else 1)
     kept = rows * h * a * sums
+    kept += rows * len(spec.layers) * (4 * a + 3)  # both ends of each row, twice, and flags
     kda, mla, m = spec.kda, spec.mla, spec.moe
     group, tile = min(rows, GROUP_ROWS), min(rows, ROW_TILE)
     apart = tile if backend.torch else 0  # rows in float32 copies that native operators do without
@@ -138,7 +153,9 @@ def working_set(
     ]
     moments = [
         group * (kda.width * 7 * a + h * a * 2) + apart * kda.width * 40 if spec.kda_layers else 0,
-        group * (query * 2 * a + mla.heads * mla.v * 12 + h * a * 2) if spec.mla_layers else 0,
+        group * (query * 2 * a + mla.heads * mla.v * (12 + a) + h * a * 2)
+        if spec.mla_layers
+        else 0,
         inside[0] + group * h * a,
         tile * (h * a * (sums + 2) + h * 8 + spec.vocab * 8),
     ]

@@ -59,6 +59,10 @@ AdaptiveBackend = Annotated[
         help="CPU or GPU for each expert, whichever ends sooner; bits then vary from run to run.",
     ),
 ]
+Sweep = Annotated[
+    int | None,
+    typer.Option(help="Most prompt tokens in one pass; as many as let it read least if unset."),
+]
 Latents = Annotated[
     str | None,
     typer.Option(
@@ -88,7 +92,7 @@ class How(NamedTuple):
     cache: str | None
     dtype: str
     trunk: str | None
-    sweep: int
+    sweep: int | None
     threads: int | None
     kernel: list[str] | None
     isa: str | None

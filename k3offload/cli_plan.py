@@ -17,6 +17,7 @@ from .cli_options import (
     Latents,
     Ram,
     Summaries,
+    Sweep,
     Threads,
     Trunk,
     TrunkOn,
@@ -77,7 +78,7 @@ def plan(
         int | None, typer.Option(help="Tokens of a session; 4,096 if unset.")
     ] = None,
     sessions: Annotated[int, typer.Option(help="Sessions at a time.")] = 1,
-    sweep: Annotated[int, typer.Option(help="Most prompt tokens in one pass.")] = 512,
+    sweep: Sweep = None,
     dtype: Dtype = "bfloat16",
     trunk: Trunk = None,
     threads: Threads = None,
@@ -235,7 +236,7 @@ def doctor(
     checkpoint = None if model is None else Checkpoint.open(find_model(model))
     layout = SpecLayout(spec_of(Path(RELEASED))) if checkpoint is None else checkpoint
     given = {"ram": ram, "cache": cache, "dtype": dtype, "trunk": trunk, "threads": threads}
-    rest = {"context": None, "sessions": 1, "sweep": 512, "hit_rate": None}
+    rest = {"context": None, "sessions": 1, "sweep": None, "hit_rate": None}
     ask = _ask(layout, **given, **rest)
     origins = _origins(context, given, ask)
     for name in ("ram", "cache", "trunk"):

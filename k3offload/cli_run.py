@@ -28,6 +28,7 @@ from .cli_options import (
     Ram,
     Scratch,
     Summaries,
+    Sweep,
     Threads,
     Trunk,
     TrunkOn,
@@ -68,7 +69,7 @@ def generate(
     cache: Cache = None,
     dtype: Dtype = "bfloat16",
     trunk: Trunk = None,
-    sweep: Annotated[int, typer.Option(help="Most prompt tokens in one pass.")] = 512,
+    sweep: Sweep = None,
     threads: Threads = None,
     kernel: Kernel = None,
     isa: Isa = None,
@@ -98,10 +99,10 @@ def generate(
             progress.say(f"seed {sampling.seed}: --seed {sampling.seed} gives the same text again")
         ids: list[int] = []
 
-        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
+        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             ids[:] = tokenizer.encode(text)
             _check_context(spec, len(ids), max_new_tokens)
-            return {"context": len(ids) + max_new_tokens, "sweep": min(sweep, len(ids))}
+            return _sizes(len(ids), max_new_tokens, sweep)
 
         meter = Meter(progress.show)
         how = How(
@@ -123,7 +124,7 @@ def logits(
     cache: Cache = None,
     dtype: Dtype = "bfloat16",
     trunk: Trunk = None,
-    sweep: Annotated[int, typer.Option(help="Tokens of each sweep.")] = 512,
+    sweep: Sweep = None,
     threads: Threads = None,
     kernel: Kernel = None,
     isa: Isa = None,
@@ -151,12 +152,12 @@ def logits(
             from .run_logits import Routing, read_tokens, write_logits
         ids: list[int] = []
 
-        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
+        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             ids[:] = read_tokens(tokens, tokenizer.vocab)
             _check_context(spec, len(ids), 0)
-            rows = min(sweep, len(ids))
             extra = Routing.size(spec, len(ids)) if routing else 0
-            return {"context": len(ids), "sweep": rows, "extra": extra}
+            decoded = 0 if decode_from is None else max(0, len(ids) - decode_from)
+            return _sizes(len(ids) - decoded, decoded, sweep) | {"extra": extra}
 
         meter = Meter(progress.show)
         how = How(
@@ -176,7 +177,7 @@ def logits(
 
 def _open(
     model: str,
-    size: Callable[[Tokenizer, ModelSpec], dict[str, int]],
+    size: Callable[[Tokenizer, ModelSpec], dict[str, int | None]],
     how: How,
     progress: Progress,
     meter: Meter,
@@ -199,9 +200,9 @@ def _open(
     if how.threads is not None:
         rest["threads"] = how.threads
     Options(sweep=how.sweep, **rest)
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int | None] = {}
 
-    def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
+    def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
         sizes.update(size(tokenizer, spec))
         return sizes
 
@@ -212,7 +213,13 @@ def _open(
     def loading(done: int, total: int) -> None:
         progress.show(f"loading the trunk: {show_size(done)} of {show_size(total)}")
 
-    watch = Watch(say_plan, loading, meter.layer, lambda text: progress.say(f"warning: {text}"))
+    def compiling(done: int, total: int) -> None:
+        progress.show(f"compiling kernels for the GPU: {done} of {total} layers")
+
+    def warn(text: str) -> None:
+        progress.say(f"warning: {text}")
+
+    watch = Watch(say_plan, loading, compiling, meter.layer, warn)
     return open_engine(model, sized, watch=watch, device=how.device, **rest)
 
 
@@ -235,6 +242,12 @@ def _prompt(given: str, progress: Progress) -> str:
     if not text:
         raise UsageError("The prompt is empty.", "Give at least one character.")
     return text
+
+
+def _sizes(prompt: int, answer: int, sweep: int | None) -> dict[str, int | None]:
+    """What is to be planned for a prompt and an answer of so many tokens."""
+    rows = None if sweep is None else min(sweep, max(1, prompt))
+    return {"context": prompt + answer, "answer": answer, "sweep": rows}
 
 
 def _check_context(spec: ModelSpec, prompt: int, more: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -45,17 +45,6 @@ from .warmup import warm_up
 from .weights import Weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def _accelerator(
-    device: Device, checkpoint: Checkpoint, options: Options, kernels: Kernels, watch: Watch
-) -> Accelerator:
-    """The device in our service; closed again if it cannot be."""
-    try:
-        return Accelerator(device, checkpoint, options, kernels, watch.warn)
-    except BaseException:
-        device.close()
-        raise
 
 
 def _for_cpu(kernels: Mapping[str, str]) -> dict[str, str]:
@@ -102,13 +91,16 @@ class Engine:
         self.kernels = Kernels(self._workers, wanted, options.isa)
         self.accelerator: Accelerator | None = None
         if opened is not None:
-            self.accelerator = _accelerator(opened, checkpoint, options, self.kernels, watch)
+            self.accelerator = Accelerator.over(
+                opened, checkpoint, options, self.kernels, watch.warn
+            )
         self.disk = DiskTier(
             checkpoint.files, lambda page: checkpoint.expert(*page).extents, watch.warn
         )
         self.spilling: Spilling | None = None  # where not all latents have room in RAM
         try:
-            self._load(checkpoint)
+            with self._blamed():
+                self._load(checkpoint)
         except BaseException:
             self.close()
             raise
@@ -140,11 +132,13 @@ class Engine:
         )
         self.weights.load(self._watch.loading)
         if there is not None:
+            there.compile(self.weights, self._watch.compiling)
             there.load_trunk(self.weights)
         self.store: ExpertStore | None = None
         if self.plan.slots:
             slab = Slab(self.plan.slots * self.plan.slot_bytes)
             policy = implementations("scheduler", "policy")[options.policy].Policy(self.plan.slots)
+            self.disk.look = self.weights.arrived
             self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), policy)
             if there is not None:
                 there.load_experts(self.weights, self.store, slab.bytes, self.disk)
@@ -178,7 +172,8 @@ class Engine:
         demand, there = self._beside(demand)
         if there is None:
             return make_plan(demand, limits), None
-        limits = replace(limits, rows=min(limits.rows, there.plan.sweep_rows))
+        rows = there.plan.sweep_rows
+        limits = replace(limits, rows=min(limits.rows or rows, rows))
         return replace(make_plan(demand, limits), device=there.plan), there
 
     def _beside(self, demand: Demand) -> tuple[Demand, Accelerator | None]:
@@ -207,6 +202,7 @@ class Engine:
             )
             return
         self._counts["trunk on the device"] = there.trunk.counts
+        self._counts["head on the device"] = there.trunk.head_counts
         if there.store is not None:
             store = there.store
             self._counts["experts on the device"] = store.counts
@@ -238,7 +234,16 @@ class Engine:
     def new_state(self) -> SequenceState:
         there = self.accelerator or self.spilling
         homes = None if there is None else there.homes(self._ledger)
-        return SequenceState(self.spec, self._dtype, self._ledger, homes)
+        with self._blamed():
+            return SequenceState(self.spec, self._dtype, self._ledger, homes)
+
+    def copied(self, state: SequenceState) -> SequenceState:
+        """A copy of ``state``."""
+        with self._blamed():
+            return state.copy()
+
+    def _blamed(self) -> AbstractContextManager[None]:
+        return self.accelerator.blamed() if self.accelerator else nullcontext()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; spellings of special tokens are ordinary text."""
@@ -285,7 +290,8 @@ class Engine:
                 self._passed_over.add(session)
                 continue
             try:
-                session.state.reserve(count)
+                with self._blamed():
+                    session.state.reserve(count)
             except (DoesNotFit, ScratchError) as error:
                 # its traceback would keep the others' states alive
                 failed[session] = error.with_traceback(None)
@@ -315,7 +321,8 @@ class Engine:
         """One sweep over ``runs`` as they are; the lowest call that still knows sequences.
 
         Raises ``UsageError`` if the sweep is larger than planned, a decode run is not one token
-        long, or two runs share a state.
+        long, or two runs share a state; ``DeviceError`` if a device has failed or has no memory
+        left, and then all states of the sweep are broken.
         """
         layers = len(self.spec.layers)
         rows = sum(len(run.tokens) for run in runs)

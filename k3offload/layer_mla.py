@@ -39,11 +39,13 @@ def mla(
         weight = w.vector(f"self_attn.{name}_layernorm.weight")
         return kernels.rms_norm(source.contiguous(), weight, spec.mla_eps)
 
-    if m.q_lora is None:
-        q = project("q_proj", x)
-    else:
-        q = project("q_b_proj", norm("q_a", project("q_a_proj", x)))
-    kv = project("kv_a_proj_with_mqa", x)
+    of_x = ["q_proj" if m.q_lora is None else "q_a_proj", "kv_a_proj_with_mqa"]
+    if m.output_gate:
+        of_x.append("g_proj")
+    bundle = w.bundle(*(f"self_attn.{name}.weight" for name in of_x))
+    q, kv, *gate = kernels.linears(x, bundle, group.decode)
+    if m.q_lora is not None:
+        q = project("q_b_proj", norm("q_a", q))
     latent = torch.cat((norm("kv_a", kv[:, : m.kv_lora]), kv[:, m.kv_lora :]), 1)
     for part in group.parts:
         with states[part.run].losing():
@@ -53,8 +55,8 @@ def mla(
     up = w.matrix("self_attn.kv_b_proj.weight")
     attend_group = _decode if group.decode else _prefill
     attended = attend_group(q, group, states, w.layer, up, m, kernels).flatten(1)
-    if m.output_gate:
-        attended *= by_lanes(torch.sigmoid, project("g_proj", x).float())
+    if gate:
+        attended *= by_lanes(torch.sigmoid, gate[0].float())
     return project("o_proj", attended.to(x.dtype))
 
 

@@ -25,7 +25,7 @@ def load(
     trunk: str | None = None,
     context: int = 4096,
     sessions: int = 1,
-    sweep: int = 512,
+    sweep: int | None = None,
     threads: int | None = None,
     kernels: Mapping[str, str] | None = None,
     isa: str | None = None,
@@ -63,7 +63,7 @@ def load(
     Raises ``ConfigError``, ``CheckpointError``, ``TokenizerError``, or ``DoesNotFit`` with the
     missing bytes, before any weight is read.
     """
-    sizes = {"context": context, "sessions": sessions, "sweep": sweep}
+    sizes: dict[str, int | None] = {"context": context, "sessions": sessions, "sweep": sweep}
     folder = None if scratch is None else Path(scratch)
     return open_engine(
         path, lambda tokenizer, spec: sizes, ram=ram, cache=cache, dtype=dtype, trunk=trunk,
@@ -75,15 +75,16 @@ def load(
 
 def open_engine(
     path: str | Path,
-    sizes: Callable[[Tokenizer, ModelSpec], dict[str, int]],
+    sizes: Callable[[Tokenizer, ModelSpec], Mapping[str, int | None]],
     *,
     device: str | Device = "auto",
     watch: Watch | None = None,
     **how: Any,
 ) -> Engine:
-    """``load`` for callers who know ``context``, ``sessions``, ``sweep`` or ``extra`` (bytes they
-    will keep themselves) only once they can count tokens: ``sizes`` returns them, given the
-    tokenizer and the spec, before any memory is planned.  ``how``: the other options of ``load``.
+    """``load`` for callers who know ``context``, ``sessions``, ``sweep``, ``answer`` (tokens of the
+    context that are decoded) or ``extra`` (bytes they will keep themselves) only once they can
+    count tokens: ``sizes`` returns them, given the tokenizer and the spec, before any memory is
+    planned.  ``how``: the other options of ``load``.
     """
     folder = find_model(path)
     checkpoint = Checkpoint.open(folder)

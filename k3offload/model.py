@@ -6,9 +6,8 @@ asked for, experts arrive.  All rows pass a layer before the next layer begins.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ from .scheduler.store import ExpertStore
 from .scheduler.sweep import Group, Part, Span, pack
 from .spec import LayerSpec
 from .state import SequenceState
-from .stream import TILE, Mix, Resident, Spilled, Stream
+from .stream import TILE, Mix, Resident, Spilled, Stream, own
 from .tiers.spill import Spill
 from .weights import Weights
 
@@ -45,6 +44,7 @@ class Sides(NamedTuple):
     experts: Side
     head: Side
     kernels: tuple[Kernels, ...]  #: all of them, each once
+    blamed: Callable[[], AbstractContextManager[None]] = nullcontext  #: names a device in errors
 
 
 @dataclass
@@ -117,11 +117,12 @@ class Model:
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
         try:
-            with single_threaded(), ExitStack() as in_force:
+            with self._sides.blamed(), single_threaded(), ExitStack() as in_force:
                 for kernels in self._sides.kernels:
                     in_force.enter_context(kernels.in_force())
                 first = self._sides.layers[0]
-                stream = Stream(self._embed(runs, groups).to(first.where), first, sealed)
+                p = first.kernels.here(self._embed(runs, groups))[0]
+                stream = Stream(p, first, sealed)
                 for layer in self.spec.layers:
                     hooks.before_layer(layer.index)
                     stream.move(self._sides.layers[layer.index])
@@ -132,7 +133,8 @@ class Model:
                         latent = self._feed_forward(layer, stream, groups, w, on_route)
                         if ahead:
                             self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)
-                    self._check(layer.index, stream, groups, runs)
+                    stream.note_ends()
+                self._check(stream, groups, runs)
                 stream.move(self._sides.head)
                 self._head(stream, groups, runs, emit)
             if ahead:
@@ -182,7 +184,10 @@ class Model:
         for group, h in zip(groups, mixed, strict=True):
             x = kernels.rms_norm(h, w.vector("input_layernorm.weight"), self.spec.eps)
             y = sublayer(x, group, states, w, self.spec, kernels)
-            stream.p[group.rows] = y if seals else before[group.rows] + y
+            if seals:
+                own(stream.p, group).copy_(y)
+            else:
+                torch.add(own(before, group), y, out=own(stream.p, group))
 
     def _feed_forward(
         self,
@@ -202,7 +207,7 @@ class Model:
             return kernels.rms_norm(next(mixed), norm, self.spec.eps)
 
         def emit(group: Group, z: torch.Tensor) -> None:
-            stream.p[group.rows] += z
+            own(stream.p, group).add_(z)
 
         if layer.ffn == "dense":
             for group in groups:
@@ -236,12 +241,13 @@ class Model:
             h = self._mix(stream, w, "mlp_res")([*stream.sealed.sums, stream.p])
             norm, kernels = w.vector("post_attention_layernorm.weight"), stream.side.kernels
             x = kernels.rms_norm(h, norm, self.spec.eps)
-            scores = route(x, w, self.spec, kernels, decode=True)[2].cpu().numpy()
-        given = (
-            latent.float().cpu().numpy() if schedule.asks_latent and latent is not None else None
-        )
-        watch(layer.index, index, scores, given)
-        schedule.ahead(layer.index, index, scores, given)
+            scores = route(x, w, self.spec, kernels, decode=True)[2]
+        told = [scores, latent.float() if schedule.asks_latent and latent is not None else None]
+        some = [tensor for tensor in told if tensor is not None]
+        host = iter(stream.side.kernels.to_host(*some) if some else ())
+        likely, given = (None if tensor is None else next(host).numpy() for tensor in told)
+        watch(layer.index, index, likely, given)
+        schedule.ahead(layer.index, index, likely, given)
 
     def _mix(self, stream: Stream, w: LayerWeights, site: str) -> Mix:
         """How sums are mixed at ``site``, row by row."""
@@ -254,22 +260,23 @@ class Model:
 
         return mix
 
-    def _check(
-        self, layer: int, stream: Stream, groups: Sequence[Group], runs: Sequence[Run]
-    ) -> None:
-        # A sum is finite only if its terms are; the other way round is not certain.
-        if math.isfinite(float(stream.p.sum())) or bool(torch.isfinite(stream.p).all()):
+    def _check(self, stream: Stream, groups: Sequence[Group], runs: Sequence[Run]) -> None:
+        """Give runs whose numbers are no longer finite their errors, which name the first layer.
+        Once for all layers, since it waits for what they gave."""
+        finite = torch.isfinite(torch.cat(stream.ends)).all(1)  # [layers, R]
+        finite = stream.side.kernels.to_host(finite)[0]
+        if bool(finite.all()):
             return
-        for part in _parts(groups):
-            rows = stream.p[part.row : part.row + part.count]
-            run = runs[part.run]
-            if run.error is None and not bool(torch.isfinite(rows).all()):
-                run.error = NumericError(
-                    f"Layer {layer} gave NaN or infinity for a token at position "
-                    f"{part.start} or after it.",
-                    "The sequence's state was dropped. Run k3offload check MODEL --full; "
-                    "if it finds nothing, try --dtype float32.",
-                )
+        for layer, rows in zip(self.spec.layers, finite, strict=True):
+            for part in _parts(groups):
+                run = runs[part.run]
+                if run.error is None and not bool(rows[part.row : part.row + part.count].all()):
+                    run.error = NumericError(
+                        f"Layer {layer.index} gave NaN or infinity for a token at position "
+                        f"{part.start} or after it.",
+                        "The sequence's state was dropped. Run k3offload check MODEL --full; "
+                        "if it finds nothing, try --dtype float32.",
+                    )
 
     def _head(
         self, stream: Stream, groups: Sequence[Group], runs: Sequence[Run], emit: Emit
@@ -289,12 +296,13 @@ class Model:
             for i in range(0, len(wanted), ROW_TILE):
                 some = wanted[i : i + ROW_TILE]
                 rows = [row for _, _, row in some]
-                own = stream.p[torch.tensor(rows).to(stream.side.where)]
-                h = mix([*stream.sealed.picked(rows), own])
+                (index,) = kernels.here(torch.tensor(rows))
+                h = mix([*stream.sealed.picked(index), stream.p[index]])
                 x = kernels.rms_norm(h, w.vector("norm.weight"), self.spec.eps).float()
-                logits = torch.empty(len(some), self.spec.vocab)
+                logits = torch.empty(len(some), self.spec.vocab, device=x.device)
                 for begin, end, weight in self._weights.head_blocks():
                     logits[:, begin:end] = kernels.linear(x, weight, decode)
+                (logits,) = kernels.to_host(logits)
                 for j, (run, position, _) in enumerate(some):
                     emit(run, position, logits[j : j + 1])
 
@@ -309,7 +317,6 @@ def _both(schedule: Schedule, watch: OnRoute) -> OnRoute:
         weights: torch.Tensor,
         scores: torch.Tensor,
     ) -> None:
-        scores = scores.cpu()
         schedule.routed(layer, experts.numpy(), scores.numpy())
         watch(layer, group, experts, weights, scores)
 

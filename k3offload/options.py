@@ -9,7 +9,7 @@ from pathlib import Path
 from .errors import UsageError
 from .machine import Machine, default_threads
 from .registry import names
-from .scheduler.plan import Limits, Plan
+from .scheduler.plan import Limits, Plan, use_of
 from .scheduler.schedule import predictor_named
 
 DTYPES = ("bfloat16", "float32")  #: of the activations
@@ -27,7 +27,8 @@ class Options:
     trunk: str | None = None  # None: as the folder has it
     context: int = 4096
     sessions: int = 1
-    sweep: int = 512
+    sweep: int | None = None  # tokens; None: as many as make prompt and answer read least
+    answer: int | None = None  # tokens of ``context`` that are decoded; None: as often
     threads: int = field(default_factory=default_threads)
     extra: int = 0  # bytes the caller will keep beside the engine
     kernels: Mapping[str, str] = field(default_factory=dict)  # operator -> backend
@@ -46,6 +47,8 @@ class Options:
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype {self.dtype!r} is not known.", f"Use {' or '.join(DTYPES)}.")
         for name in ("context", "sessions", "sweep", "threads"):
+            if name == "sweep" and self.sweep is None:
+                continue
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}.", "It must be at least 1.")
         known = names("scheduler", "policy")
@@ -69,10 +72,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Watch:
-    """Who is told what: the plan before anything is loaded, loading, layers, warnings."""
+    """Who is told what: the plan before anything is loaded, loading, kernels that are compiled for
+    a GPU, layers, warnings."""
 
     plan: Callable[[Plan], None] = lambda plan: None
     loading: Callable[[int, int], None] = lambda done, total: None
+    compiling: Callable[[int, int], None] = lambda done, total: None
     layer: Callable[[int, int], None] = lambda layer, layers: None
     warn: Callable[[str], None] = lambda text: None
 
@@ -91,4 +96,7 @@ def limits_of(machine: Machine, options: Options) -> Limits:
         )
     else:
         total = options.ram
-    return Limits(total, options.cache, options.sweep, notes, options.latents, options.summaries)
+    use = use_of(options.sweep, options.context, options.answer)
+    return Limits(
+        total, options.cache, options.sweep, notes, options.latents, options.summaries, use
+    )

@@ -9,7 +9,7 @@ from .config import show_size
 from .scheduler.plan import Plan
 
 
-def lowered(plan: Plan, cache: int | None, sweep: int) -> list[str]:
+def lowered(plan: Plan, cache: int | None, sweep: int | None) -> list[str]:
     """What was asked for (``cache`` in bytes, ``sweep`` in tokens) and is less in the plan."""
     notes = []
     if cache is not None and not plan.experts:
@@ -19,7 +19,7 @@ def lowered(plan: Plan, cache: int | None, sweep: int) -> list[str]:
             f"--cache {cache:,} is lowered to {plan.slots * plan.slot_bytes:,} bytes, "
             f"{plan.slots:,} experts: more does not fit."
         )
-    if sweep > plan.sweep_rows:
+    if sweep is not None and sweep > plan.sweep_rows:
         notes.append(f"--sweep is lowered to {plan.sweep_rows} tokens: more does not fit.")
     return notes
 

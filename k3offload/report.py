@@ -47,6 +47,7 @@ def kernel_facts(engine: Engine) -> dict[str, Any]:
         "operators": kernels.chosen,
         "placed": None if there is None else there.placed._asdict(),
         "device_operators": None if there is None else there.kernels.chosen,
+        "compile_seconds": 0.0 if there is None else there.compile_seconds,
     }
 
 
@@ -64,7 +65,8 @@ def kernel_line(engine: Engine) -> str:
     layers, head, experts = there.placed
     parts = [f"{layers} of {len(engine.spec.layers)} layers"]
     parts += ["the head"] * head + ["the experts"] * experts
-    return f"{engine.device_line} computes {', '.join(parts)}; the cpu the rest: {cpu}"
+    compiled = f" (compiled in {there.compile_seconds:.1f} s)" if there.compile_seconds else ""
+    return f"{engine.device_line} computes {', '.join(parts)}{compiled}; the cpu the rest: {cpu}"
 
 
 def memory_facts(engine: Engine) -> dict[str, int]:

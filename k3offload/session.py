@@ -138,7 +138,7 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         """A copy of this point to come back to; its bytes count against the plan."""
-        return Snapshot(self.tokens, self.state.copy(), self._logits, self._sampled)
+        return Snapshot(self.tokens, self.engine.copied(self.state), self._logits, self._sampled)
 
     def rewind(self, snapshot: Snapshot) -> None:
         """Back to ``snapshot``, which stays usable.  Also the way out of a lost state."""
@@ -146,13 +146,13 @@ class Session:
             raise SessionError("This snapshot is of another engine.", "Take one of this session.")
         _ = self.state  # a closed session stays closed
         self._state = None  # freed before its replacement is made
-        self._state = snapshot.state.copy()
+        self._state = self.engine.copied(snapshot.state)
         self._tokens = list(snapshot.tokens)
         self._sampled, self._logits = snapshot.sampled, snapshot.logits
 
     def fork(self) -> Session:
         """An independent session with the same past; full latent blocks are shared."""
-        other = Session(self.engine, self.state.copy())
+        other = Session(self.engine, self.engine.copied(self.state))
         other._tokens, other._sampled = list(self._tokens), self._sampled
         other._logits = self._logits
         return other

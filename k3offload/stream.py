@@ -37,14 +37,11 @@ class Resident:
         """The rows of each group in turn, mixed of all summaries and then ``p`` if it is given."""
         entries = self.sums if p is None else [*self.sums, p]
         for group in groups:
-            yield mix([entry[group.rows] for entry in entries])
+            yield mix([own(entry, group) for entry in entries])
 
-    def picked(self, rows: Sequence[int]) -> list[torch.Tensor]:
-        """``rows`` of each summary."""
-        return [entry[_index(rows, entry)] for entry in self.sums]
-
-    def move(self, where: torch.device) -> None:
-        self.sums = [entry.to(where) for entry in self.sums]
+    def picked(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """``rows`` (their numbers, [n]) of each summary."""
+        return [entry[rows] for entry in self.sums]
 
 
 class Spilled:
@@ -90,13 +87,14 @@ class Spilled:
             assert out is not None
             yield out
 
-    def picked(self, rows: Sequence[int]) -> list[torch.Tensor]:
+    def picked(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """As ``Resident.picked``."""
         found: list[torch.Tensor] = []
-        wanted = sorted({row // TILE for row in rows})
+        numbers = rows.tolist()
+        wanted = sorted({row // TILE for row in numbers})
         for t, entries in zip(wanted, self._read(wanted), strict=True):
-            found = found or [entry.new_empty(len(rows), entry.shape[1]) for entry in entries]
-            for i, row in enumerate(rows):
+            found = found or [entry.new_empty(len(numbers), entry.shape[1]) for entry in entries]
+            for i, row in enumerate(numbers):
                 if row // TILE == t:
                     for to, entry in zip(found, entries, strict=True):
                         to[i] = entry[row - t * TILE]
@@ -106,28 +104,34 @@ class Spilled:
         """Each of ``tiles`` of all summaries, [256, H]; good until the next one is asked for."""
         return self._spill.tiles([[own[t] for own in self._blocks] for t in tiles])
 
-    def move(self, where: torch.device) -> None:
-        assert where.type == "cpu"  # no device has part in a sweep that spills
-
 
 class Stream:
-    """``p`` [R, H] the running sum, ``sealed`` the summaries; where it is now, and what computes
+    """``p`` [R, H] the running sum, ``sealed`` the summaries, ``ends`` the least and largest number
+    of each row after each layer so far, parts of [layers, 2, R]; where it is now, and what computes
     there."""
 
     def __init__(self, p: torch.Tensor, side: Side, sealed: Resident | Spilled) -> None:
         self.p, self.side, self.sealed = p, side, sealed
+        self.ends: list[torch.Tensor] = []
 
     def move(self, side: Side) -> None:
         """Go on at ``side``."""
         if side.where != self.side.where:
-            self.p = self.p.to(side.where)
-            self.sealed.move(side.where)
+            assert isinstance(self.sealed, Resident)  # no device has part in a sweep that spills
+            sums, ends = self.sealed.sums, [torch.cat(self.ends)] if self.ends else []
+            self.p, *rest = side.kernels.here(self.p, *sums, *ends)
+            self.sealed.sums, self.ends = rest[: len(sums)], rest[len(sums) :]
         self.side = side
+
+    def note_ends(self) -> None:
+        """After a layer.  Both ends of a row are finite only if all of it is."""
+        self.ends.append(torch.stack(torch.aminmax(self.p, dim=1))[None])
+
+
+def own(rows: torch.Tensor, group: Group) -> torch.Tensor:
+    """The rows of ``group`` among those of a sweep."""
+    return rows if rows.shape[0] == group.end - group.begin else rows[group.rows]
 
 
 def _tiles_of(begin: int, end: int) -> range:
     return range(begin // TILE, -(-end // TILE))
-
-
-def _index(rows: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(rows).to(like.device)

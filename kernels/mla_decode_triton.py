@@ -16,17 +16,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ..config import LATENT_BLOCK
-from .linear_reference import DenseWeight, Weight
+from ..config import LATENT_BLOCK, RANGES
+from .linear_reference import Weight
 from .pieces import Pieces, walk
+from .transfer import tables
 from .triton_round import narrow
-from .triton_run import FUSION, Compiled, Sizes, tables, upcast
-from .triton_weights import aligned
+from .triton_run import FUSION, Compiled, Sizes, upcast
+from .triton_weights import aligned, numbers
+from .tuning import tuned
 from .workers import Workers
 
 SHARING = 16  #: heads that share a reading of the latents: what a tensor core takes
 KEYS = 32  #: latents at a time
-RANGES = 64  #: ranges of one sequence at most: bounds the partial results
 COLUMNS, VALUES = 64, 32  #: of the latent space, of a head's result, that one program computes
 QUERY_PIECES, SHARE_PIECES = 3, 2  #: bfloat16 numbers that stand for a float32 one
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -97,7 +98,7 @@ def _scores(
     return scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end", "each"])
 def _attend(
     q, lifted, table, sums, tops, totals, heads, first, end, each, scale,
     N: tl.constexpr, R: tl.constexpr, K: tl.constexpr, RP: tl.constexpr, KP: tl.constexpr,
@@ -147,7 +148,7 @@ def _attend(
     tl.store(where, result, mask=real[:, None] & (column[None, :] < K))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ranges"])
 def _merge(
     sums, tops, totals, up, out, lse, heads, ranges,
     N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, VALUES: tl.constexpr,
@@ -179,16 +180,6 @@ def padded(n: int) -> int:
     return max(16, int(triton.next_power_of_2(n)))
 
 
-def numbers(up: Weight, dtype: torch.dtype, workers: Workers) -> torch.Tensor:
-    """``up`` [N, K] rounded to ``dtype``, or as it lies where that changes no value."""
-    if isinstance(up, DenseWeight):
-        own = up.tensor.dtype
-        if own == dtype or (own, dtype) == (torch.bfloat16, torch.float32):
-            return up.tensor.contiguous()
-        return up.tensor.to(dtype).contiguous()
-    return up.rows(0, up.shape[0], dtype, workers).contiguous()
-
-
 def blocks_each(blocks: int) -> int:
     """Blocks of one range: a power of two, so that the ranges of any length are at most 64."""
     return int(triton.next_power_of_2(triton.cdiv(blocks, RANGES)))
@@ -211,7 +202,7 @@ def mla_decode(
     """
     heads, k, rope, device = q.shape[0], up.shape[1], q.shape[1] - nope, q.device
     assert up.shape[0] == heads * (nope + v), (up.shape, heads, nope, v)
-    q, weight = q.contiguous(), numbers(up, q.dtype, workers)
+    q, weight = q.contiguous(), numbers(up, q.dtype)
     each = blocks_each(triton.cdiv(length, LATENT_BLOCK))
     span = each * LATENT_BLOCK
     ranges = triton.cdiv(length, span)
@@ -237,7 +228,7 @@ def mla_decode(
             q, lifted, tables(held, device), sums, tops, totals, heads, first, end, each, scale,
             nope, rope, k, rp, kp, LATENT_BLOCK, SHARING, KEYS, COLUMNS, query_pieces,
             SHARE_PIECES if dtype == torch.bfloat16 else 1, KINDS[dtype], upcast() or not apart,
-            upcast(), num_warps=4, num_stages=2, **FUSION,
+            upcast(), num_warps=4, num_stages=tuned(device).attend_stages, **FUSION,
         )  # fmt: skip
     _merge[(heads, triton.cdiv(v, VALUES))](
         sums, tops, totals, weight, out, lse, heads, ranges, nope, v, k, kp, VALUES,
@@ -266,9 +257,10 @@ def compiled(sizes: Sizes) -> list[Compiled]:
     merge = dict.fromkeys(("sums", "tops", "totals"), "*fp32") | {"up": "*bf16"}
     merge |= {"out": "*fp32", "lse": "*fp32", "heads": "i32", "ranges": "i32"}
     merges = {"N": n, "V": v, "K": k, "KP": padded(k), "VALUES": VALUES}
+    ahead = tuned(torch.device("cpu")).attend_stages
     return [
         _launch("mla_decode_lift", _lift, lift, lifts, 4, 1),
-        _launch("mla_decode_attend", _attend, attend, attends, 4, 2),
+        _launch("mla_decode_attend", _attend, attend, attends, 4, ahead),
         _launch("mla_decode_merge", _merge, merge, merges, 8, 1),
     ]
 

@@ -27,16 +27,16 @@ GROUPS = {
     "leaf": "config errors machine paths registry",
     "spec": "spec inventory config_fields config_read precision",
     "data": "checkpoint headers json_stream shards findings find survey check_values "
-    "tokenizer tokenizer_json textstream sampling layout",
+    "tokenizer tokenizer_json textstream sampling layout forecast_sizes",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "arena device_trunk fetch ring state weights",
     "model": "adaptive model layer_kda layer_mla layer_moe stream",
     "session": "session",
-    "engine": "accelerator devices open_device engine loading budget budget_kernels generate "
-    "options plan_text spilling warmup",
+    "engine": "accelerator device_warmup devices open_device engine loading budget budget_kernels "
+    "generate options plan_text spilling warmup",
     "edge": "bench_read check inspect kernels_offline make_tiny progress report trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
-    "planning": "device_report doctor doctor_system forecast forecast_device forecast_sizes "
+    "planning": "device_report doctor doctor_system forecast forecast_device "
     "measure plan_report rates",
     "command": "damage run_generate run_logits",
     "cli": "cli cli_bench cli_damage cli_kernels cli_model cli_options cli_pack cli_plan cli_run",

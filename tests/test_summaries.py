@@ -92,7 +92,7 @@ def test_both_forms_give_the_same_rows(tmp_path: Path, room: Room) -> None:
                     strict=True,
                 )
                 assert all(same_tensors(a, b) for a, b in pairs)
-            picked = [5, 700, 3, 999, 256, 255]
+            picked = torch.tensor([5, 700, 3, 999, 256, 255])
             pairs = zip(spilled.picked(picked), resident.picked(picked), strict=True)
             assert all(same_tensors(a, b) for a, b in pairs)
     if room.slots < 12:

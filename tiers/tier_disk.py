@@ -97,6 +97,9 @@ class DiskTier:
         self._handles: OrderedDict[int, list[int]] = OrderedDict()  # file -> [fd, users, direct]
         self._lock = threading.Lock()
         self._buffered: set[int] = set()  # devices that refuse direct reads
+        #: called with a page and its slot when all of it is there, on the thread that read its end;
+        #: what it raises is the read's error
+        self.look: Callable[[PageId, Buffer], object] | None = None
         self.counts = DiskCounts()
 
     # ---- what callers use ----
@@ -116,7 +119,8 @@ class DiskTier:
         pieces = []
         for extent, start in zip(extents, starts, strict=True):
             pieces += self._direct(extent, into[start - extent.offset % READ_ALIGN :])
-        return self._queue.submit(pieces, priority)
+        look = None if self.look is None else partial(self.look, page, into)
+        return self._queue.submit(pieces, priority, look)
 
     def read_scatter(
         self, pieces: Sequence[tuple[Location, Buffer]], priority: Priority = Priority.DEMAND
@@ -162,6 +166,7 @@ class DiskTier:
     def close(self) -> None:
         """Give up the reads that have not begun, wait for the others, close the files."""
         self._queue.close()
+        self.look = None  # it may hold what should be freed now
         with self._lock:
             for fd, _, _ in self._handles.values():
                 os.close(fd)
