@@ -31,7 +31,7 @@ class Tuning(NamedTuple):
 #: What is measured, and may stand in the table: all of it compiles everywhere and fits into shared
 #: memory, and nothing that runs for a token spills (`k3offload kernels --candidates`).
 CANDIDATES: Final[Mapping[str, tuple[int, ...]]] = {
-    "decode_stages": (2, 3, 4, 5), "tile_stages": (2, 3), "attend_stages": (1, 2),
+    "decode_stages": (3, 4, 5), "tile_stages": (2, 3), "attend_stages": (1, 2),
     "expand_stages": (2, 3, 4),
 }  # fmt: skip
 _tried: list[Tuning] = []
