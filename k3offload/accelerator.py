@@ -102,7 +102,7 @@ class Accelerator:
         own = device_demand(
             self._checkpoint, options, trunk, self.placed, demand.slot, self._reserve
         )
-        use = use_of(options.sweep, options.context, options.answer)
+        use = use_of(options.sweep, options.context, options.sessions, options.answer)
         self.plan = device_plan(own, limit, options.sweep, self.device.name, use)
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
         return beside_device(demand, self.plan, self.placed, options, spec)

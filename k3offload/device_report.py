@@ -121,7 +121,7 @@ def _way(
 ) -> tuple[Plan, Plan, Way]:  # fmt: skip
     assert ask.vram is not None
     own = device_demand(layout, ask, ask.trunk, placed, demand.slot, RESERVE)
-    use = use_of(ask.sweep, ask.context)
+    use = use_of(ask.sweep, ask.context, ask.sessions)
     plan = device_plan(own, ask.vram, ask.sweep, "VRAM", use)
     rest = beside_device(demand, plan, placed, ask, layout.spec)
     rows = min(ask.sweep or plan.sweep_rows, plan.sweep_rows)

@@ -96,7 +96,7 @@ def limits_of(machine: Machine, options: Options) -> Limits:
         )
     else:
         total = options.ram
-    use = use_of(options.sweep, options.context, options.answer)
+    use = use_of(options.sweep, options.context, options.sessions, options.answer)
     return Limits(
         total, options.cache, options.sweep, notes, options.latents, options.summaries, use
     )

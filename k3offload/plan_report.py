@@ -221,7 +221,7 @@ def _demand(layout: Model, ask: Ask) -> Demand:
 
 def limits_of(ask: Ask) -> Limits:
     """What the plan has to keep to."""
-    use = use_of(ask.sweep, ask.context)
+    use = use_of(ask.sweep, ask.context, ask.sessions)
     return Limits(
         ask.ram, ask.cache, ask.sweep, latents=ask.latents, summaries=ask.summaries, use=use
     )

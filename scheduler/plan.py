@@ -90,14 +90,17 @@ class Use(NamedTuple):
     answer: int
 
 
-def use_of(sweep: int | None, context: int, answer: int | None = None) -> Use | None:
-    """What for, where nobody has chosen the ``sweep``: a session of ``context`` tokens, ``answer``
-    of them decoded; if nobody knows, a prompt of that length and a short answer."""
+def use_of(
+    sweep: int | None, context: int, sessions: int = 1, answer: int | None = None
+) -> Use | None:
+    """What for, where nobody has chosen the ``sweep``: ``sessions`` of ``context`` tokens, which
+    share sweeps, ``answer`` of them decoded; if nobody knows, prompts of that length and short
+    answers."""
     if sweep is not None:
         return None
     if answer is None:
-        return Use(context, min(ANSWER, context // 2))
-    return Use(max(0, context - answer), answer)
+        return Use(sessions * context, min(ANSWER, context // 2))
+    return Use(sessions * max(0, context - answer), answer)
 
 
 @dataclass(frozen=True)

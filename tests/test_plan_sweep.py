@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3offload.config import ROW_TILE, align_up
-from k3offload.scheduler.plan import Demand, Limits, Plan, Use, make_plan
+from k3offload.scheduler.plan import Demand, Limits, Plan, Use, make_plan, use_of
 from tests.test_plan import GB, K3, check, demands, head_bytes, least
 
 
@@ -56,3 +56,9 @@ def test_long_prompts_of_kimi_k3_take_long_sweeps() -> None:
     assert rows(32_768, 10) > 10_000 > rows(32_768, 3000) >= 512
     assert rows(32_768, 10, 5000) == 5056
     assert rows(0, 100) == 64
+
+
+def test_sessions_share_sweeps() -> None:
+    assert use_of(None, 64, sessions=60) == Use(3840, 32)
+    assert use_of(None, 1000, answer=100) == Use(900, 100)
+    assert use_of(512, 1000) is None
