@@ -18,7 +18,7 @@ from .tiers.spill_room import GOOD, least_room, place
 from .tiers.tier_disk import READERS, STAGING, windows
 
 BACKEND = Backend()
-HEAP_SLACK = 18 << 20  #: fragmentation of the C heap and small objects of a running sweep
+HEAP_SLACK = 14 << 20  #: fragmentation of the C heap and small objects of a running sweep
 #: multiply-adds for each byte read, from which on no processor waits for its drive: four times
 #: those of a fast one (1 TMAC/s) beside a drive of 5 GB/s
 BALANCE = 800

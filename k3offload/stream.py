@@ -125,7 +125,7 @@ class Stream:
 
     def note_ends(self) -> None:
         """After a layer.  Both ends of a row are finite only if all of it is."""
-        self.ends.append(torch.stack(torch.aminmax(self.p, dim=1))[None])
+        self.ends.append(torch.stack((self.p.amin(1), self.p.amax(1)))[None])
 
 
 def own(rows: torch.Tensor, group: Group) -> torch.Tensor:
