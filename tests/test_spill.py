@@ -3,6 +3,7 @@ opens; full disks, lost files, crashes (R32, R58)."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import random
@@ -346,6 +347,27 @@ def test_leftovers_of_a_crash_are_deleted(tmp_path: Path) -> None:
         made.close()
         made.close()
         assert not made.folder.exists()
+
+
+def test_a_folder_that_is_being_made_is_no_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever starts just before the folder is locked leaves it alone."""
+    lock, cleaned = fcntl.flock, list[int]()
+
+    def late(fd: int, how: int) -> None:
+        if how == fcntl.LOCK_EX and not cleaned:
+            cleaned.append(fd)
+            scratch_module.clean(tmp_path)
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    made = Scratch(tmp_path)
+    assert cleaned and (made.folder / MARK).exists() and made.folder.name.startswith(PREFIX)
+    scratch_module.clean(tmp_path)
+    assert made.folder.exists()
+    made.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no file system in memory")

@@ -60,9 +60,11 @@ class Scratch:
         try:
             self.place.mkdir(parents=True, exist_ok=True)
             clean(self.place, warn)
-            self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self.place))
-            self._lock = os.open(self.folder / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # Under a name that nobody cleans until it is locked: others may start just now.
+            made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=self.place))
+            self._lock = os.open(made / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.folder = made.rename(self.place / made.name.removeprefix("."))
         except OSError as error:
             raise UsageError(
                 f"The scratch folder {self.place} cannot be used: {error}.",
