@@ -31,10 +31,7 @@ struct Avx2 {
         __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
     }
-    template <bool ONCE>
-    static void prefetch(const void* p) {
-        _mm_prefetch(static_cast<const char*>(p), ONCE ? _MM_HINT_NTA : _MM_HINT_T0);
-    }
+    static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
     // Accumulators: 8 unscaled, 4 + 4 scaled (8 + 8 for eight rows), of 16 registers.
     template <class D>

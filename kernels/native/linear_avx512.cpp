@@ -27,10 +27,7 @@ struct Avx512 {
     static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
     static float sum(Vec a) { return _mm512_reduce_add_ps(a); }
-    template <bool ONCE>
-    static void prefetch(const void* p) {
-        _mm_prefetch(static_cast<const char*>(p), ONCE ? _MM_HINT_NTA : _MM_HINT_T0);
-    }
+    static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
     // Accumulators: 16 unscaled, 8 + 8 scaled, of 32 registers.
     template <class D>

@@ -32,10 +32,7 @@ struct Portable {
 #endif
     }
     static float sum(Vec a) { return (a[0] + a[2]) + (a[1] + a[3]); }
-    template <bool ONCE>
-    static void prefetch(const void* p) {
-        __builtin_prefetch(p, 0, ONCE ? 0 : 3);
-    }
+    static void prefetch(const void* p) { __builtin_prefetch(p); }
 
     // Accumulators for 16 registers; NEON has 32.
     template <class D>

@@ -38,9 +38,8 @@ void prepare_from(Dtype dtype, const void* x, int64_t begin, int64_t k, float* o
     }
 }
 
-// RB rows of x times W rows of the weight, `apart` rows from one another.  ONCE: nobody reads these
-// rows of the weight again soon, so they should push nothing else out of the caches.
-template <class S, class D, int RB, int W, bool ONCE>
+// RB rows of x times W rows of the weight, `apart` rows from one another.
+template <class S, class D, int RB, int W>
 void tile(const Weight& w, int64_t first, int64_t apart, const float* const* x, float* out,
           int64_t stride) {
     using Vec = typename S::Vec;
@@ -56,7 +55,7 @@ void tile(const Weight& w, int64_t first, int64_t apart, const float* const* x, 
         Vec part[RB][W];
 #pragma GCC unroll 4
         for (int i = 0; i < W; i++) {
-            S::template prefetch<ONCE>(p[i] + S::AHEAD);
+            S::prefetch(p[i] + S::AHEAD);
             d[i].load(p[i], columns, s[i]);
         }
 #pragma GCC unroll 16
@@ -94,32 +93,30 @@ void tile(const Weight& w, int64_t first, int64_t apart, const float* const* x, 
         for (int i = 0; i < W; i++) out[r * stride + i * apart] = S::sum(total[r][i]);
 }
 
-template <class S, class D, int RB, bool ONCE>
+template <class S, class D, int RB>
 void rows_block(const Weight& w, int64_t begin, int64_t end, const float* const* x, float* out,
                 int64_t stride) {
     constexpr int W = S::template side_by_side<D>(RB);
     const int64_t apart = (end - begin) / W;  // W streams, each contiguous in memory
     for (int64_t i = 0; i < apart; i++)
-        tile<S, D, RB, W, ONCE>(w, begin + i, apart, x, out + i, stride);
+        tile<S, D, RB, W>(w, begin + i, apart, x, out + i, stride);
     for (int64_t i = begin + W * apart; i < end; i++)
-        tile<S, D, RB, 1, ONCE>(w, i, 0, x, out + (i - begin), stride);
+        tile<S, D, RB, 1>(w, i, 0, x, out + (i - begin), stride);
 }
 
 template <class S, class D>
 void dot_kind(const Weight& w, int64_t begin, int64_t end, const float* const* x, int64_t rows,
               float* out, int64_t stride) {
-    if (rows == 1) return rows_block<S, D, 1, true>(w, begin, end, x, out, stride);
     // Eight weight rows at a time stay in the first cache while they meet every row of x.
     const int64_t step = rows > 8 ? 8 : end - begin;
     for (int64_t b = begin; b < end; b += step) {
         const int64_t e = b + step < end ? b + step : end;
         float* to = out + (b - begin);
         int64_t r = 0;
-        for (; r + 8 <= rows; r += 8)
-            rows_block<S, D, 8, false>(w, b, e, x + r, to + r * stride, stride);
-        if (rows & 4) rows_block<S, D, 4, false>(w, b, e, x + r, to + r * stride, stride), r += 4;
-        if (rows & 2) rows_block<S, D, 2, false>(w, b, e, x + r, to + r * stride, stride), r += 2;
-        if (rows & 1) rows_block<S, D, 1, false>(w, b, e, x + r, to + r * stride, stride);
+        for (; r + 8 <= rows; r += 8) rows_block<S, D, 8>(w, b, e, x + r, to + r * stride, stride);
+        if (rows & 4) rows_block<S, D, 4>(w, b, e, x + r, to + r * stride, stride), r += 4;
+        if (rows & 2) rows_block<S, D, 2>(w, b, e, x + r, to + r * stride, stride), r += 2;
+        if (rows & 1) rows_block<S, D, 1>(w, b, e, x + r, to + r * stride, stride);
     }
 }
 
