@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from k3offload.device_trunk import moved
 from k3offload.kernels.experts_reference import Job
 from k3offload.kernels.glu_reference import Activation
 from k3offload.kernels.int8 import Int8Weight
@@ -47,6 +46,20 @@ def to(value: Any, where: torch.device) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(to(part, where) for part in value)
     return value
+
+
+def moved(weight: Weight, where: torch.device) -> Weight:
+    """``weight`` with its numbers at ``where``, in memory of their own."""
+
+    def there(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(where, copy=True)
+
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(there(weight.tensor), weight.aligned)
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(there(weight.q), there(weight.scale))
+    assert isinstance(weight, Mxfp4Weight)
+    return Mxfp4Weight(there(weight.packed), there(weight.scale))
 
 
 class Draw:
@@ -168,7 +181,7 @@ def _mla(s: Sizes, draw: Draw, rows: int) -> Iterator[Case]:
         yield Case(
             f"mla_decode {length}", {"q": draw.rows(s.heads, width), "blocks": blocks, "up": up},
             lambda f, i, n=length: [
-                f.mla_decode(i["q"], i["blocks"], n, i["up"], s.nope, s.v, width**-0.5)],
+                f.mla_decode(i["q"], [i["blocks"]], n, i["up"], s.nope, s.v, width**-0.5)],
             2 * (s.heads * (s.nope + s.v) * s.kv_lora + length * (s.kv_lora + s.rope)),
             length * s.heads * (2 * s.kv_lora + s.rope),
         )  # fmt: skip
@@ -177,7 +190,7 @@ def _mla(s: Sizes, draw: Draw, rows: int) -> Iterator[Case]:
     yield Case(
         f"mla_prefill {rows}", {"queries": queries, "blocks": blocks, "up": up},
         lambda f, i: f.mla_prefill(
-            i["queries"], i["blocks"], rows, i["up"], s.nope, s.v, width**-0.5),
+            i["queries"], [i["blocks"]], rows, i["up"], s.nope, s.v, width**-0.5),
         2 * s.heads * (s.nope + s.v) * s.kv_lora,
         rows * s.heads * (s.nope + s.v) * s.kv_lora + 64 * rows * s.heads * (width + s.v),
     )  # fmt: skip

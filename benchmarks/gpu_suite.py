@@ -1,6 +1,6 @@
 """Everything about the GPU in one run of at most eight minutes, for a machine that has one.
 
-    python -m benchmarks.gpu_suite [--seconds 480] [--only kernels|rule|budgets] [--fake]
+    python -m benchmarks.gpu_suite [--seconds 480] [--only kernels|rule|budgets] [--tune] [--fake]
 
 1. *kernels*: every operator by Triton at K3's sizes against its reference on the CPU, with fresh
    random inputs and memory that holds NaN; then its time over its floor, the longer of bytes over
@@ -8,10 +8,13 @@
 2. *rule*: a small model in float32 and bfloat16 against the CPU's kernels, with all of the GPU's
    memory and with next to none of it: the same bits.
 3. *budgets*: 4 layers of released width, and a checkpoint larger than its RAM budget, under 4, 8,
-   16 and 24 GB of GPU memory: tokens a second, bytes of each tier and bytes a second.
+   16 and 24 GB of GPU memory: tokens a second, bytes of each tier, the shares of the measured rates
+   of bus and disk, and how much of the copying was hidden (``gpu_budgets.py``).
 
-One JSON line each, appended to ``benchmarks/results``.  ``--fake`` runs the machinery of 1 and 2 on
-the CPU with Triton's interpreter, at sizes that mean nothing.
+``--tune`` measures the candidates of the tuning table instead and prints this GPU's entry.
+
+One JSON line each, appended to ``benchmarks/results``.  ``--fake`` runs the machinery on the CPU,
+that of 1 and 2 with Triton's interpreter, at sizes that mean nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from benchmarks.gpu_budgets import bus_rate, decode, disk_rate
 from benchmarks.gpu_cases import SMALL, TOLERANCE, Case, cases, to
+from benchmarks.gpu_tune import entry_text, tune
 from benchmarks.run import machine, note
 from k3offload.kernels.choose import OPS, TRITON, Kernels
 from k3offload.kernels.triton_run import Sizes
@@ -99,6 +104,17 @@ def check(case: Case, reference: Kernels, kernels: Kernels, where: torch.device)
     return worst
 
 
+def run_tune(device: Device, left: Callable[[], float]) -> None:
+    """What to put into ``kernels/tuning.json`` for this GPU."""
+    kernels = Kernels(Workers(1), dict.fromkeys(OPS, TRITON) if FAKE else None, None, device.where)
+    every = cases(SMALL if FAKE else Sizes(), seed=0, rows=64 if FAKE else PROMPT)
+    got = tune(every, kernels, device.where, lambda f: seconds_of(f, device.where), left)
+    tell(got, device)
+    on_gpu = device.where.type == "cuda"
+    name = torch.cuda.get_device_name(device.where) if on_gpu else device.name
+    print(entry_text(name, got["entry"]))
+
+
 def run_kernels(device: Device, left: Callable[[], float]) -> bool:
     """Part 1; whether every kernel was right."""
     workers, sizes = Workers(1), SMALL if FAKE else Sizes()
@@ -158,48 +174,29 @@ def run_rule(make: Callable[[str], Device]) -> bool:
 
 def run_budgets(make: Callable[[str], Device], left: Callable[[], float]) -> None:
     """Part 3."""
-    for size, ram, need in (("wide", None, 8e9), ("io-real", "6G", 14e9)):
+    models = [("nano", None, 0.0)] if FAKE else [("wide", None, 8e9), ("io-real", "6G", 14e9)]
+    prompt, steps = (64, 4) if FAKE else (PROMPT, STEPS)
+    for size, ram, need in models:
         if left() < 60 or shutil.disk_usage(tempfile.gettempdir()).free < need:
             return
         with tempfile.TemporaryDirectory(prefix="k3-gpu-") as folder:
             make_tiny(Path(folder) / "m", size)
-            for vram in BUDGETS:
+            bus = bus_rate(make(""), 1 << (16 if FAKE else 28))
+            rates = bus, disk_rate(Path(folder) / "m", 0.1 if FAKE else 2.0)
+            tell({"part": "rates", "model": size, "bus": rates[0], "disk": rates[1]}, make(""))
+            for vram in ("5M", "9M") if FAKE else BUDGETS:
                 if left() < 30:
                     return
                 device = make(vram)
-                tell(decode(Path(folder) / "m", size, ram, vram, device), device)
-
-
-def decode(folder: Path, size: str, ram: str | None, vram: str, device: Device) -> dict[str, Any]:
-    """Tokens a second and bytes of a prompt and decode steps under a budget."""
-    with load(
-        folder, device=device, vram=vram, ram=ram, context=PROMPT + 64, sweep=PROMPT
-    ) as engine, engine.session() as session:  # fmt: skip
-        session.append([(7 * i) % 4000 for i in range(PROMPT)])
-        begin = time.perf_counter()
-        session.logits()
-        prompt = time.perf_counter() - begin
-        for step in range(4):
-            session.append_sampled(83 * step % 4000)
-            session.logits()
-        before, begin = engine.counts(), time.perf_counter()
-        for step in range(STEPS):
-            session.append_sampled(37 * step % 4000)
-            session.logits()
-        seconds, after = time.perf_counter() - begin, engine.counts()
-    moved = {kind: after[kind].bytes - before[kind].bytes for kind in after}
-    return {
-        "part": "budgets", "model": size, "vram": vram, "ram": ram,
-        "prompt_tokens_a_second": PROMPT / prompt, "tokens_a_second": STEPS / seconds,
-        "bytes": moved, "bytes_a_second": {kind: n / seconds for kind, n in moved.items()},
-        "waited": {kind: after[kind].wait_seconds - before[kind].wait_seconds for kind in after},
-    }  # fmt: skip
+                got = decode(Path(folder) / "m", device, rates, prompt, steps, vram=vram, ram=ram)
+                tell({**got, "model": size, "vram": vram, "ram": ram}, device)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--only", choices=("kernels", "rule", "budgets"))
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--fake", action="store_true")
     given = parser.parse_args()
     if FAKE:  # read when a kernel's file is imported, which is when an engine chooses it
@@ -216,12 +213,15 @@ def main() -> None:
         assert device is not None, why
         return device
 
+    if given.tune:
+        run_tune(make(""), left)
+        return
     fine = True
     if given.only in (None, "kernels"):
         fine &= run_kernels(make(""), left)
     if given.only in (None, "rule"):
         fine &= run_rule(make)
-    if given.only in (None, "budgets") and not FAKE:
+    if given.only in (None, "budgets"):
         run_budgets(make, left)
     if not fine:
         raise SystemExit("A kernel or a rule does not hold: see the lines above.")

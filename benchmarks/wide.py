@@ -29,7 +29,7 @@ import k3offload
 from benchmarks.run import machine, note
 from k3offload.checkpoint import Checkpoint
 from k3offload.engine import Engine
-from k3offload.forecast import token_macs
+from k3offload.forecast_sizes import token_macs
 from k3offload.kernels import native
 from k3offload.kernels.choose import OPS, Kernels
 from k3offload.kernels.workers import Workers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
@@ -15,6 +15,7 @@ from .adaptive import Adaptive
 from .checkpoint import Checkpoint
 from .config import show_size
 from .device_trunk import DeviceTrunk
+from .device_warmup import Made
 from .devices import (
     RESERVE,
     beside_device,
@@ -29,13 +30,13 @@ from .kernels.workers import single_threaded
 from .layer_moe import Side, activation
 from .model import Sides
 from .open_device import vram_limit
-from .options import Options, Watch
+from .options import Options
 from .registry import implementations
 from .scheduler.plan import Demand, Plan
 from .scheduler.store import ExpertStore
 from .state import Home, HomeOf, Ledger
 from .tiers.base import Buffer, PageId, Ticket
-from .tiers.device import Device
+from .tiers.device import Device, blamed
 from .tiers.tier_device import DeviceTier
 from .tiers.tier_disk import DiskTier
 from .weights import Weights
@@ -68,6 +69,7 @@ class Accelerator:
         self.trunk: DeviceTrunk
         self.store: ExpertStore | None = None
         self.adaptive: Adaptive | None = None
+        self.compile_seconds = 0.0  #: before the first sweep
         self._told = False  # that memory cannot be locked
         if options.adaptive and not self.placed.experts:
             raise UsageError(
@@ -77,30 +79,54 @@ class Accelerator:
         self._ends = ExitStack()
         self._ledger: Ledger
 
+    @classmethod
+    def over(
+        cls,
+        device: Device,
+        checkpoint: Checkpoint,
+        options: Options,
+        cpu: Kernels,
+        warn: Callable[[str], None],
+    ) -> Accelerator:
+        """``device`` in our service; closed again if it cannot be."""
+        try:
+            return cls(device, checkpoint, options, cpu, warn)
+        except BaseException:
+            device.close()
+            raise
+
     def make_plan(self, demand: Demand, trunk: str) -> Demand:
         """Decide what the device holds; returns what is left for RAM of ``demand``."""
-        spec, limit = (
-            self._checkpoint.spec,
-            vram_limit(self.device, self._options.vram, self._reserve),
-        )
+        options, spec = self._options, self._checkpoint.spec
+        limit = vram_limit(self.device, options.vram, self._reserve)
         own = device_demand(
-            self._checkpoint, self._options, trunk, self.placed, demand.slot, self._reserve
+            self._checkpoint, options, trunk, self.placed, demand.slot, self._reserve
         )
-        self.plan = device_plan(own, limit, self._options.sweep, self.device.name)
+        self.plan = device_plan(own, limit, options.sweep, self.device.name, options.use)
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
-        return beside_device(demand, self.plan, self.placed, self._options, spec)
+        return beside_device(demand, self.plan, self.placed, options, spec)
 
     @property
     def elsewhere(self) -> frozenset[int]:
         """Layers that RAM need not hold, since the device does."""
         return frozenset(i for i in self.plan.resident_layers if i < self.placed.layers)
 
+    def compile(self, weights: Weights, progress: Callable[[int, int], None]) -> None:
+        """Let Triton compile what sweeps will need, where it compiles at all."""
+        if self.device.where.type == "cuda":
+            begin = time.perf_counter()
+            made = Made(weights, self.plan, self.placed, self.sides(), self._options.dtype)
+            made.sweeps(progress)
+            torch.cuda.synchronize(self.device.where)
+            self.compile_seconds = time.perf_counter() - begin
+
     def load_trunk(self, weights: Weights) -> None:
         """Bring the device's layers there; ``weights`` has loaded its own.  A layer passes through
         RAM that the expert slots take later."""
         layers = range(self.placed.layers)
-        if len(self.elsewhere) < self.placed.layers:
-            self._lock(weights.memory())
+        streams = len(self.elsewhere) < self.placed.layers
+        head = self.placed.head and not self.plan.head_resident
+        self._lock(weights.memory(self.placed.layers if streams else 0, head))
         self.trunk = DeviceTrunk(weights, self.device, self.plan, layers, self.placed.head)
         self._ends.callback(self.trunk.close)
 
@@ -158,7 +184,12 @@ class Accelerator:
             there if self.placed.experts else here,
             there if self.placed.head else here,
             (self._cpu, self.kernels),
+            self.blamed,
         )
+
+    def blamed(self) -> AbstractContextManager[None]:
+        """Errors of torch and Triton inside the block name this device and what to do."""
+        return blamed(self.device.name)
 
     def homes(self, ledger: Ledger) -> HomeOf:
         """Where each layer's state lives."""
@@ -172,14 +203,3 @@ class Accelerator:
             last.callback(self._ends.close)
             for name in ("store", "adaptive", "trunk", "kernels"):
                 self.__dict__.pop(name, None)  # and with them the device's memory
-
-
-def in_service(
-    device: Device, checkpoint: Checkpoint, options: Options, kernels: Kernels, watch: Watch
-) -> Accelerator:
-    """The device in our service; closed again if it cannot be."""
-    try:
-        return Accelerator(device, checkpoint, options, kernels, watch.warn)
-    except BaseException:
-        device.close()
-        raise

@@ -14,7 +14,7 @@ import torch
 from .checkpoint import Tensor, check_trunk_values
 from .errors import CheckpointError
 from .kernels.int8 import Int8Weight
-from .kernels.linear_reference import DenseWeight, Weight
+from .kernels.linear_reference import Bundle, DenseWeight, Weight
 from .kernels.mxfp4 import SCALE_NAN, Mxfp4Weight
 from .layout import lay_out
 from .precision import CODES, SCALE
@@ -56,6 +56,8 @@ class LayerWeights:
             for part, at in zip(item.parts, item.at, strict=True)
         }
         self._matrices: dict[str, Weight] = {}
+        self._vectors: dict[str, torch.Tensor] = {}
+        self._bundles: dict[tuple[str, ...], Bundle] = {}
         self._kept: Any = None
 
     def laid_in(self, arena: Memory) -> LayerWeights:
@@ -66,6 +68,10 @@ class LayerWeights:
     def read_bytes(self) -> int:
         """What has to be read to fill the arena."""
         return sum(item.tensor.location.length for item in self.items)
+
+    def arrays(self) -> list[tuple[str, torch.Tensor]]:
+        """All arrays with the names they are held under."""
+        return list(self._tensors.items())
 
     def tensor(self, name: str) -> torch.Tensor:
         """An array by the name it is held under."""
@@ -79,6 +85,13 @@ class LayerWeights:
             weight = self._matrices[name] = self.rows(name, 0, None)
         return weight
 
+    def bundle(self, *names: str) -> Bundle:
+        """The matrices ``names``, for ``linears``: the same object every time."""
+        bundle = self._bundles.get(names)
+        if bundle is None:
+            bundle = self._bundles[names] = Bundle([self.matrix(name) for name in names])
+        return bundle
+
     def rows(self, name: str, begin: int, end: int | None) -> Weight:
         """Rows ``begin:end`` of a matrix, as a weight of their own."""
         some, have = slice(begin, end), self._tensors
@@ -91,7 +104,10 @@ class LayerWeights:
 
     def vector(self, name: str) -> torch.Tensor:
         """``name`` flattened, as stored."""
-        return self._tensors[name].reshape(-1)
+        vector = self._vectors.get(name)
+        if vector is None:
+            vector = self._vectors[name] = self._tensors[name].reshape(-1)
+        return vector
 
     def conv(self, name: str) -> torch.Tensor:
         """A depthwise convolution, stored [C, 1, taps] or [C, taps] -> [C, taps] float32."""

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from .budget_kernels import ITEM, Backend, glu_bytes, kept_buffers, mlps, thread_bytes
 from .config import GROUP_ROWS, LATENT_BLOCK, READ_ALIGN, ROW_TILE, align_up
+from .forecast_sizes import distinct, token_macs
 from .layout import EMBED, HEAD, Layout, arena_size, head_buffers, head_tensors, quantising
-from .scheduler.plan import Demand
+from .scheduler.plan import Demand, Latents, Summaries
 from .scheduler.reuse import memory
 from .spec import ModelSpec
 from .tiers.base import Location
+from .tiers.spill_room import GOOD, least_room, place
 from .tiers.tier_disk import READERS, STAGING, windows
 
 BACKEND = Backend()
-HEAP_SLACK = 18 << 20  #: fragmentation of the C heap and small objects of a running sweep
+HEAP_SLACK = 14 << 20  #: fragmentation of the C heap and small objects of a running sweep
+#: multiply-adds for each byte read, from which on no processor waits for its drive: four times
+#: those of a fast one (1 TMAC/s) beside a drive of 5 GB/s
+BALANCE = 800
 SLOT_OBJECTS = 8_000  #: bytes of the Python objects that say where an expert's weights lie
 
 
@@ -32,11 +37,11 @@ def demand_of(
     trunk: str = "bfloat16",
     backend: Backend = BACKEND,
     policy: str = "reuse",
-    prefixes: int = 0,
+    prefixes: tuple[int, int] = (0, 0),
 ) -> Demand:
     """The demand of ``layout`` for ``sessions`` sequences of up to ``context`` tokens, activations
     in ``dtype``, the trunk held in the precision ``trunk``, slots kept by ``policy``, ``prefixes``
-    bytes of snapshots that they share."""
+    bytes of snapshots that they share; the second number if latents spill."""
     spec, every, slot = layout.spec, layout.globals(), slot_size(layout)
     return Demand(
         base=base,
@@ -55,8 +60,21 @@ def demand_of(
         experts=spec.expert_count,
         top_k=spec.moe.top_k if spec.moe else 0,
         extra=extra,
-        prefixes=prefixes,
+        prefixes=prefixes[0],
+        prefixes_spilled=prefixes[1],
+        asked=lambda rows: asked_bytes(spec, rows),
+        longest=BALANCE * spec.expert_count * spec.expert_bytes // token_macs(spec) or None,
+        latents=latents_of(spec, dtype, context, sessions),
+        summaries=summaries_of(spec, dtype),
     )
+
+
+def asked_bytes(spec: ModelSpec, rows: int) -> float:
+    """Bytes of the experts that a sweep of ``rows`` tokens asks for, if routing is uniform."""
+    if spec.moe is None:
+        return 0.0
+    each = distinct(spec.moe.experts, spec.moe.top_k, rows) * spec.expert_bytes
+    return each * len(spec.moe_layers)
 
 
 def policy_bytes(spec: ModelSpec, policy: str) -> int:
@@ -72,6 +90,32 @@ def state_bytes(spec: ModelSpec, dtype: str, context: int) -> int:
     tokens = align_up(context, LATENT_BLOCK)
     latents = tokens * spec.latent_bytes_per_token(ITEM[dtype])
     return spec.kda_state_bytes(ITEM[dtype]) + latents + spec.vocab * 4
+
+
+def latents_of(spec: ModelSpec, dtype: str, context: int, sessions: int) -> Latents | None:
+    """The latents of ``sessions`` sequences of ``context`` tokens, in whole blocks."""
+    if not spec.mla_layers:
+        return None
+    mla, layers = spec.mla, len(spec.mla_layers)
+    block = LATENT_BLOCK * mla.latent * ITEM[dtype]
+    whole = sessions * layers * align_up(context, LATENT_BLOCK) // LATENT_BLOCK * block
+    least = least_room() * place(block)
+    return Latents(
+        whole=whole,
+        open=sessions * layers * block,
+        carried=GROUP_ROWS * mla.heads * (mla.v + 2) * 4,
+        least=least,
+        good=min(GOOD, max(least, whole // 8)),
+    )
+
+
+def summaries_of(spec: ModelSpec, dtype: str) -> Summaries | None:
+    """The block summaries of a sweep."""
+    if spec.attnres_block is None:
+        return None
+    count = -(-len(spec.layers) // spec.attnres_block)
+    tile = LATENT_BLOCK * spec.hidden * ITEM[dtype]
+    return Summaries(count * spec.hidden * ITEM[dtype], least_room(count) * place(tile))
 
 
 def slot_size(layout: Layout) -> int:
@@ -101,6 +145,7 @@ def working_set(
     a, h = ITEM[dtype], spec.hidden
     sums = 1 + (-(-len(spec.layers) // spec.attnres_block) if spec.attnres_block else 1)
     kept = rows * h * a * sums
+    kept += rows * len(spec.layers) * (4 * a + 3)  # both ends of each row, twice, and flags
     kda, mla, m = spec.kda, spec.mla, spec.moe
     group, tile = min(rows, GROUP_ROWS), min(rows, ROW_TILE)
     apart = tile if backend.torch else 0  # rows in float32 copies that native operators do without
@@ -112,7 +157,9 @@ def working_set(
     ]
     moments = [
         group * (kda.width * 7 * a + h * a * 2) + apart * kda.width * 40 if spec.kda_layers else 0,
-        group * (query * 2 * a + mla.heads * mla.v * 12 + h * a * 2) if spec.mla_layers else 0,
+        group * (query * 2 * a + mla.heads * mla.v * (12 + a) + h * a * 2)
+        if spec.mla_layers
+        else 0,
         inside[0] + group * h * a,
         tile * (h * a * (sums + 2) + h * 8 + spec.vocab * 8),
     ]

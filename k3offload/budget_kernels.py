@@ -11,9 +11,12 @@ from typing import NamedTuple
 
 from .config import (
     CALL_ROWS,
+    EXPANDED,
     GROUP_ROWS,
     HEAD_GROUP,
+    KDA_CHUNK,
     LATENT_BLOCK,
+    RANGES,
     ROW_TILE,
     SUB_BLOCK,
     align_up,
@@ -140,3 +143,24 @@ def glu_bytes(dtype: str, backend: Backend) -> tuple[int, int]:
     a = ITEM[dtype]
     # gate, up and result; float32 copies of two, and four float32 results in the activation
     return 3 * a, (8 if a < 4 else 0) + 16
+
+
+def device_scratch(spec: ModelSpec, dtype: str, rows: int, context: int) -> int:
+    """Bytes that Triton's operators take beside their results, at most, in a sweep of ``rows``
+    rows: one operator at a time."""
+    inner = max(part.rows * part.inner for part in mlps(spec, rows)) * ITEM[dtype]
+    mixed = KDA_CHUNK * spec.kda.width * 4 if spec.kda_layers else 0  # before each head's norm
+    attention = attention_scratch(spec, dtype, rows, context) if spec.mla_layers else 0
+    return max(inner, mixed, attention)
+
+
+def attention_scratch(spec: ModelSpec, dtype: str, rows: int, context: int) -> int:
+    """Of ``device_scratch``, what attention to latents takes: keys and values of a few blocks and
+    the running softmax of a group's rows, or the parts that a decode step merges."""
+    m, a = spec.mla, ITEM[dtype]
+    up, blocks = m.heads * (m.nope + m.v), -(-context // LATENT_BLOCK)
+    tiles = -(-min(rows, GROUP_ROWS) // ROW_TILE) + 1
+    running = tiles * m.heads * ROW_TILE * (m.v + 2) * 4 if blocks > EXPANDED else 0
+    prompt = min(EXPANDED, blocks) * LATENT_BLOCK * up * a + running
+    step = m.heads * (m.kv_lora * 6 + min(RANGES, blocks) * (m.kv_lora + 2) * 4)
+    return max(prompt, step)

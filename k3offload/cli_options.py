@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
@@ -73,29 +76,86 @@ PrefixDir = Annotated[
 PrefixDisk = Annotated[
     str | None, typer.Option(envvar="K3_PREFIX_DISK", help="Most bytes there; 16G if unset.")
 ]
+Sweep = Annotated[
+    int | None,
+    typer.Option(help="Most prompt tokens in one pass; as many as let it read least if unset."),
+]
+Latents = Annotated[
+    str | None,
+    typer.Option(
+        envvar="K3_LATENTS",
+        help="Most of it that may hold latents; the rest goes to --scratch. All of them where they "
+        "fit, if unset.",
+    ),
+]
+Summaries = Annotated[
+    str | None,
+    typer.Option(
+        envvar="K3_SUMMARIES",
+        help="Most of it that may hold a sweep's block summaries; the rest goes to --scratch.",
+    ),
+]
+Scratch = Annotated[
+    Path | None,
+    typer.Option(envvar="K3_SCRATCH", help="Folder on a disk for what has no room in memory."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
 class How(NamedTuple):
-    """The options of loading a model, as they were typed."""
+    """The options of loading a model, as they are typed."""
 
-    ram: str | None
-    cache: str | None
-    dtype: str
-    trunk: str | None
-    sweep: int
-    threads: int | None
-    kernel: list[str] | None
-    isa: str | None
-    policy: str | None
-    predict: str | None
-    device: str
-    vram: str | None
-    experts_on: str | None
-    trunk_on: str | None
-    adaptive: bool
-    prefix_dir: str | None = None
-    prefix_disk: str | None = None
+    ram: Ram = None
+    cache: Cache = None
+    dtype: Dtype = "bfloat16"
+    trunk: Trunk = None
+    sweep: Sweep = None
+    threads: Threads = None
+    kernel: Kernel = None
+    isa: Isa = None
+    policy: Policy = None
+    predict: Predict = None
+    device: Device = "auto"
+    vram: Vram = None
+    experts_on: ExpertsOn = None
+    trunk_on: TrunkOn = None
+    adaptive_backend: AdaptiveBackend = False
+    latents: Latents = None
+    summaries: Summaries = None
+    scratch: Scratch = None
+    prefix_dir: PrefixDir = None
+    prefix_disk: PrefixDisk = None
+
+
+def takes_how(*but: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes of a command that takes ``how: How`` one that has its options instead, without those
+    that are named in ``but`` and would do nothing there."""
+    hints = get_type_hints(How, include_extras=True)
+    fields = [name for name in How._fields if name not in but]
+    options = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+        for name, default in How._field_defaults.items()
+        if name in fields
+    ]
+
+    def over(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def made(**given: Any) -> None:
+            how = How(**{name: given.pop(name) for name in fields})
+            command(how=how, **given)
+
+        own = get_type_hints(command, include_extras=True)
+        parameters = [
+            parameter.replace(annotation=own[name], kind=Parameter.KEYWORD_ONLY)
+            for name, parameter in signature(command).parameters.items()
+            if name != "how"
+        ]
+        parameters += options
+        made.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+        made.__annotations__ = {p.name: p.annotation for p in parameters}
+        return made
+
+    return over
 
 
 def kernels_of(given: list[str] | None) -> dict[str, str]:

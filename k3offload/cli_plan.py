@@ -14,7 +14,10 @@ from .cli_options import (
     Cache,
     Dtype,
     ExpertsOn,
+    Latents,
     Ram,
+    Summaries,
+    Sweep,
     Threads,
     Trunk,
     TrunkOn,
@@ -75,7 +78,7 @@ def plan(
         int | None, typer.Option(help="Tokens of a session; 4,096 if unset.")
     ] = None,
     sessions: Annotated[int, typer.Option(help="Sessions at a time.")] = 1,
-    sweep: Annotated[int, typer.Option(help="Most prompt tokens in one pass.")] = 512,
+    sweep: Sweep = None,
     dtype: Dtype = "bfloat16",
     trunk: Trunk = None,
     threads: Threads = None,
@@ -86,6 +89,8 @@ def plan(
     vram: Vram = None,
     experts_on: ExpertsOn = None,
     trunk_on: TrunkOn = None,
+    latents: Latents = None,
+    summaries: Summaries = None,
     vram_gbps: VramRate = None,
     pcie_gbps: BusRate = None,
     gpu_gmacs: DeviceMacs = None,
@@ -97,20 +102,10 @@ def plan(
 
     name, source, layout = _layout(model, config_only)
     ask = _ask(
-        layout,
-        ram=ram,
-        cache=cache,
-        context=context,
-        sessions=sessions,
-        sweep=sweep,
-        dtype=dtype,
-        trunk=trunk,
-        threads=threads,
-        hit_rate=hit_rate,
-        vram=vram,
-        experts_on=experts_on,
-        trunk_on=trunk_on,
-    )
+        layout, ram=ram, cache=cache, context=context, sessions=sessions, sweep=sweep, dtype=dtype,
+        trunk=trunk, threads=threads, hit_rate=hit_rate, vram=vram, experts_on=experts_on,
+        trunk_on=trunk_on, latents=latents, summaries=summaries,
+    )  # fmt: skip
     gpu = {"--vram-gbps": vram_gbps, "--pcie-gbps": pcie_gbps, "--gpu-gmacs": gpu_gmacs}
     given = {"--disk-gbps": disk_gbps, "--ram-gbps": ram_gbps, "--gmacs": gmacs, **gpu}
     for option, value in given.items():
@@ -172,11 +167,18 @@ def _ask(layout: Model, **given: Any) -> Ask:
     stored = stored_precision(t.name for la in spec.layers for t in layout.trunk(la.index))
     trunk = choose_precision(given.pop("trunk"), stored)
     ram, cache, threads = (given.pop(name) for name in ("ram", "cache", "threads"))
-    vram = given.pop("vram", None)
+    names = ("vram", "latents", "summaries")
+    sizes = {name: given.pop(name, None) for name in names}
+    sizes = {name: None if size is None else parse_size(size) for name, size in sizes.items()}
+    if sizes["vram"] is not None and (wrong := [n for n in names[1:] if sizes[n] is not None]):
+        raise UsageError(
+            f"--{wrong[0]} is about what lies in RAM, and with a GPU its memory holds that.",
+            f"Leave out --{wrong[0]} or --vram.",
+        )
     return Ask(
         ram=int(read_machine().ceiling * 0.9) if ram is None else parse_size(ram),
         cache=None if cache is None else parse_size(cache),
-        vram=None if vram is None else parse_size(vram),
+        **sizes,
         threads=default_threads() if threads is None else threads,
         trunk=trunk,
         packed=stored != "bfloat16",
@@ -234,7 +236,7 @@ def doctor(
     checkpoint = None if model is None else Checkpoint.open(find_model(model))
     layout = SpecLayout(spec_of(Path(RELEASED))) if checkpoint is None else checkpoint
     given = {"ram": ram, "cache": cache, "dtype": dtype, "trunk": trunk, "threads": threads}
-    rest = {"context": None, "sessions": 1, "sweep": 512, "hit_rate": None}
+    rest = {"context": None, "sessions": 1, "sweep": None, "hit_rate": None}
     ask = _ask(layout, **given, **rest)
     origins = _origins(context, given, ask)
     for name in ("ram", "cache", "trunk"):

@@ -13,30 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .cli_options import (
-    AdaptiveBackend,
     AsJson,
-    Cache,
-    Device,
-    Dtype,
-    ExpertsOn,
     How,
-    Isa,
-    Kernel,
     Model,
-    Policy,
-    Predict,
-    PrefixDir,
-    PrefixDisk,
     Prompt,
     PromptFile,
-    Ram,
     SessionFolder,
-    Threads,
-    Trunk,
-    TrunkOn,
-    Vram,
     at_least_one,
     kernels_of,
+    takes_how,
 )
 from .config import parse_size, show_size
 from .errors import UsageError
@@ -58,7 +43,9 @@ def add_to(app: typer.Typer) -> None:
     app.command()(logits)
 
 
+@takes_how()
 def generate(
+    how: How,
     model: Model,
     prompt: Prompt = None,
     prompt_file: PromptFile = None,
@@ -71,27 +58,10 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text.")] = None,
     ignore_end: Annotated[bool, typer.Option(help="Go on after end tokens.")] = False,
-    ram: Ram = None,
-    cache: Cache = None,
-    dtype: Dtype = "bfloat16",
-    trunk: Trunk = None,
-    sweep: Annotated[int, typer.Option(help="Most prompt tokens in one pass.")] = 512,
-    threads: Threads = None,
-    kernel: Kernel = None,
-    isa: Isa = None,
-    policy: Policy = None,
-    predict: Predict = None,
-    device: Device = "auto",
-    vram: Vram = None,
-    experts_on: ExpertsOn = None,
-    trunk_on: TrunkOn = None,
-    adaptive_backend: AdaptiveBackend = False,
-    prefix_dir: PrefixDir = None,
-    prefix_disk: PrefixDisk = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue PROMPT."""
-    at_least_one(("-n", max_new_tokens), ("--sweep", sweep))
+    at_least_one(("-n", max_new_tokens), ("--sweep", how.sweep))
     with Progress() as progress:
         held = _held(session, model)
         text = _prompt(prompt, prompt_file, bool(held), progress)
@@ -102,17 +72,12 @@ def generate(
         sampling = _seeded(sampling, progress)
         ids: list[int] = []
 
-        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
+        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             ids[:] = tokenizer.encode(text)
             _check_context(spec, held + len(ids), max_new_tokens)
-            context = held + len(ids) + max_new_tokens
-            return {"context": context, "sweep": min(sweep, len(ids) + min(1, held))}
+            return _sizes(len(ids), max_new_tokens, how.sweep, held)
 
         meter = Meter(progress.show)
-        how = How(
-            ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on, adaptive_backend, prefix_dir, prefix_disk,
-        )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             job = Job(ids, max_new_tokens, sampling, as_json, session, bool(held))
             fine = run_generate(engine, job, progress, meter)
@@ -128,25 +93,12 @@ def _seeded(sampling: Sampling, progress: Progress) -> Sampling:
     return sampling
 
 
+@takes_how("prefix_dir", "prefix_disk")
 def logits(
+    how: How,
     model: Model,
     tokens: Annotated[Path, typer.Option(help="Token ids, one-dimensional .npy.")],
     out: Annotated[Path, typer.Option(help="Logits, float32 [T, vocab] .npy.")],
-    ram: Ram = None,
-    cache: Cache = None,
-    dtype: Dtype = "bfloat16",
-    trunk: Trunk = None,
-    sweep: Annotated[int, typer.Option(help="Tokens of each sweep.")] = 512,
-    threads: Threads = None,
-    kernel: Kernel = None,
-    isa: Isa = None,
-    policy: Policy = None,
-    predict: Predict = None,
-    device: Device = "auto",
-    vram: Vram = None,
-    experts_on: ExpertsOn = None,
-    trunk_on: TrunkOn = None,
-    adaptive_backend: AdaptiveBackend = False,
     decode_from: Annotated[
         int | None, typer.Option(help="Feed from this token one by one.")
     ] = None,
@@ -154,31 +106,27 @@ def logits(
     routing: Annotated[Path | None, typer.Option(help="Also write chosen experts, .npz.")] = None,
 ) -> None:
     """Write the logits of a token file."""
-    at_least_one(("--sweep", sweep), ("--last", last), ("--decode-from", decode_from))
+    at_least_one(("--sweep", how.sweep), ("--last", last), ("--decode-from", decode_from))
     place, routing_place = find_outputs(model, tokens, out, routing)
     with Progress() as progress:
         with loading_libraries(progress):
             from .run_logits import Routing, read_tokens, write_logits
         ids: list[int] = []
 
-        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
+        def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             ids[:] = read_tokens(tokens, tokenizer.vocab)
             _check_context(spec, len(ids), 0)
-            rows = min(sweep, len(ids))
             extra = Routing.size(spec, len(ids)) if routing else 0
-            return {"context": len(ids), "sweep": rows, "extra": extra}
+            decoded = 0 if decode_from is None else max(0, len(ids) - decode_from)
+            return _sizes(len(ids) - decoded, decoded, how.sweep) | {"extra": extra}
 
         meter = Meter(progress.show)
-        how = How(
-            ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on, adaptive_backend,
-        )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             seen = Routing(engine.spec, len(ids)) if routing_place else None
             if seen:
                 engine.hooks.on_route = seen.watch
             write_logits(
-                engine, ids, place, sweep=sweep, decode_from=decode_from, last=last, meter=meter
+                engine, ids, place, sweep=how.sweep, decode_from=decode_from, last=last, meter=meter
             )
             if seen and routing_place:
                 seen.write(routing_place)
@@ -186,7 +134,7 @@ def logits(
 
 def _open(
     model: str,
-    size: Callable[[Tokenizer, ModelSpec], dict[str, int]],
+    size: Callable[[Tokenizer, ModelSpec], dict[str, int | None]],
     how: How,
     progress: Progress,
     meter: Meter,
@@ -200,18 +148,18 @@ def _open(
     cache = None if how.cache is None else parse_size(how.cache)
     rest: dict[str, Any] = {"ram": ram, "cache": cache, "dtype": how.dtype, "trunk": how.trunk}
     rest.update(kernels=kernels_of(how.kernel), isa=how.isa, experts_on=how.experts_on)
-    rest.update(trunk_on=how.trunk_on, adaptive=how.adaptive)
-    rest.update(prefix_dir=how.prefix_dir)
-    if how.prefix_disk is not None:
-        rest["prefix_disk"] = parse_size(how.prefix_disk)
-    rest.update(vram=None if how.vram is None else parse_size(how.vram))
+    rest.update(trunk_on=how.trunk_on, adaptive=how.adaptive_backend)
+    rest.update(scratch=how.scratch, prefix_dir=how.prefix_dir)
+    for name in ("vram", "latents", "summaries", "prefix_disk"):
+        if (given := getattr(how, name)) is not None:
+            rest[name] = parse_size(given)
     rest.update({k: v for k in ("policy", "predict") if (v := getattr(how, k)) is not None})
     if how.threads is not None:
         rest["threads"] = how.threads
     Options(sweep=how.sweep, **rest)
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int | None] = {}
 
-    def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
+    def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
         sizes.update(size(tokenizer, spec))
         return sizes
 
@@ -222,7 +170,13 @@ def _open(
     def loading(done: int, total: int) -> None:
         progress.show(f"loading the trunk: {show_size(done)} of {show_size(total)}")
 
-    watch = Watch(say_plan, loading, meter.layer, lambda text: progress.say(f"warning: {text}"))
+    def compiling(done: int, total: int) -> None:
+        progress.show(f"compiling kernels for the GPU: {done} of {total} layers")
+
+    def warn(text: str) -> None:
+        progress.say(f"warning: {text}")
+
+    watch = Watch(say_plan, loading, compiling, meter.layer, warn)
     engine = open_engine(model, sized, watch=watch, device=how.device, **rest)
     meter.read = lambda: engine.disk.counts.bytes
     return engine
@@ -265,6 +219,15 @@ def _prompt(given: str | None, file: Path | None, held: bool, progress: Progress
     if not text and not held:
         raise UsageError("The prompt is empty.", "Give at least one character.")
     return text
+
+
+def _sizes(prompt: int, answer: int, sweep: int | None, held: int = 0) -> dict[str, int | None]:
+    """What is to be planned for a prompt and an answer of so many tokens, where ``held`` others
+    are computed but perhaps for the last one."""
+    new = prompt + min(1, held)
+    rows = None if sweep is None else min(sweep, max(1, new))
+    every = held + prompt
+    return {"context": every + answer, "answer": answer, "sweep": rows, "held": every - new}
 
 
 def _check_context(spec: ModelSpec, prompt: int, more: int) -> None:

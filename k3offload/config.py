@@ -35,6 +35,9 @@ CONSTANTS: Final = {
 
 QUANTISE_CHUNK: Final = 1 << 17  #: numbers quantised at a time: temporaries stay in a cache
 CALL_ROWS: Final = 512  #: rows of all experts of one call together; bounds memory, changes no bit
+SWEEP: Final = 512  #: prompt tokens of a sweep from which on it is asked whether more would pay
+EXPANDED: Final = 4  #: latent blocks that prompt attention on a GPU expands at a time: 50 MB for K3
+RANGES: Final = 64  #: parts that decode attention on a GPU cuts a sequence into at most
 GROUP_ROWS: Final = 512  #: rows that share one reading of the trunk; bounds memory, changes no bit
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

@@ -21,7 +21,7 @@ from .forecast_device import Bus, DeviceForecast, forecast
 from .layout import Layout
 from .plan_text import plan_lines
 from .rates import Rates
-from .scheduler.plan import Demand, Limits, Plan, make_plan
+from .scheduler.plan import Demand, Limits, Plan, make_plan, use_of
 
 if TYPE_CHECKING:
     from .plan_report import Ask
@@ -121,9 +121,11 @@ def _way(
 ) -> tuple[Plan, Plan, Way]:  # fmt: skip
     assert ask.vram is not None
     own = device_demand(layout, ask, ask.trunk, placed, demand.slot, RESERVE)
-    plan = device_plan(own, ask.vram, ask.sweep, "VRAM")
+    use = use_of(ask.sweep, ask.context, ask.sessions)
+    plan = device_plan(own, ask.vram, ask.sweep, "VRAM", use)
     rest = beside_device(demand, plan, placed, ask, layout.spec)
-    ram = make_plan(rest, Limits(ask.ram, ask.cache, min(ask.sweep, plan.sweep_rows)))
+    rows = min(ask.sweep or plan.sweep_rows, plan.sweep_rows)
+    ram = make_plan(rest, Limits(ask.ram, ask.cache, rows, use=use))
     setup = Setup(layout.spec, ram, rates, ask.dtype, ask.trunk, ask.packed, ask.hit_rate)
     step = forecast(setup, plan, placed, bus, rows=1, position=ask.context, decode=True)
     rows = min(ram.sweep_rows, ask.context)

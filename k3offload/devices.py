@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from .budget import HEAP_SLACK, state_bytes, working_set
-from .budget_kernels import Backend
+from .budget import HEAP_SLACK, asked_bytes, state_bytes, working_set
+from .budget_kernels import Backend, device_scratch
 from .config import LATENT_BLOCK, align_up
 from .errors import DoesNotFit, UsageError
 from .layout import Layout, arena_size, head_buffers, head_tensors
-from .scheduler.plan import Demand, Limits, Plan, make_plan
+from .scheduler.plan import Demand, Limits, Plan, Use, make_plan
 from .spec import ModelSpec
 
 #: Bytes of a GPU that its driver's context, compiled kernels and the allocator's rounding take.
@@ -22,6 +22,7 @@ NAMES = {
     "read buffers": "",
     "kept for the caller": "",
     "cache policy": "",
+    "block summaries, a part of them": "",
 }
 
 
@@ -101,11 +102,14 @@ def device_demand(
         head_block=sum(head_buffers(layout, trunk)) if placed.head else 0,
         state=options.sessions * state_of(spec, options, range(placed.layers)),
         working=lambda rows: (
-            working_set(spec, options.dtype, rows, options.sessions, quiet) - HEAP_SLACK
+            working_set(spec, options.dtype, rows, options.sessions, quiet)
+            - HEAP_SLACK
+            + device_scratch(spec, options.dtype, rows, options.context)
         ),
         slot=slot if placed.experts else 0,
         experts=spec.expert_count if placed.experts else 0,
         top_k=spec.moe.top_k if spec.moe and placed.experts else 0,
+        asked=lambda rows: asked_bytes(spec, rows) if placed.experts else 0.0,
     )
 
 
@@ -120,10 +124,12 @@ def state_of(spec: ModelSpec, options: Wish, layers: Sequence[int]) -> int:
     )
 
 
-def device_plan(demand: Demand, limit: int, rows: int, name: str) -> Plan:
+def device_plan(
+    demand: Demand, limit: int, rows: int | None, name: str, use: Use | None = None
+) -> Plan:
     """How ``limit`` bytes of the device are shared out; ``DoesNotFit`` names what is missing."""
     try:
-        plan = make_plan(demand, Limits(limit, None, rows))
+        plan = make_plan(demand, Limits(limit, None, rows, use=use))
     except DoesNotFit as error:
         raise DoesNotFit(
             error.problem.replace("smallest plan", "smallest plan for the device"),
@@ -148,4 +154,7 @@ def beside_device(
         layers=layers,
         state=options.sessions * (here - there),
         head_away=placed.head and plan.head_resident,
+        longest=None,
+        latents=None,  # those that a device computes with lie there
+        summaries=None,
     )

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
-from .accelerator import Accelerator, in_service
+from .accelerator import Accelerator
 from .budget import demand_of
 from .budget_kernels import Backend
 from .checkpoint import Checkpoint
@@ -34,20 +32,27 @@ from .scheduler.counts import Counts
 from .scheduler.plan import Demand, Plan, make_plan
 from .scheduler.schedule import Schedule, predictor_named
 from .scheduler.store import ExpertStore
-from .scheduler.sweep import cut
 from .session import Session
 from .session_load import load_session
 from .spec import ModelSpec
+from .spilling import Spilling
 from .state import Ledger, SequenceState
 from .tiers.base import PageId
 from .tiers.device import Device
+from .tiers.spill_files import zarr
 from .tiers.tier_disk import DiskTier
 from .tiers.tier_ram import Slab
 from .tokenizer import Tokenizer
+from .turns import Turns
 from .warmup import warm_up
 from .weights import Weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def _for_cpu(kernels: Mapping[str, str]) -> dict[str, str]:
+    """What of ``--kernel`` is meant for the CPU."""
+    return {op: backend for op, backend in kernels.items() if backend != TRITON}
 
 
 def backend_of(kernels: Kernels) -> Backend:
@@ -74,30 +79,32 @@ class Engine:
         self.options = options
         self.hooks = Hooks()
         self._watch, self.warn = watch, watch.warn
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._closed = False
-        self._passed_over: WeakSet[Session] = WeakSet()  # got nothing in the last sweep
+        self._turns = Turns(self)
         self._dtype = DTYPES[options.dtype]
         steady_allocator()
         self._workers = Workers(options.threads)
         opened, self.device_line = open_device(device)
         self._any_device = device == "auto"
-        if opened is None and (inert := options.of_a_device):
+        if opened is None and (inert := options.of_a_device()):
             if device == "cpu":
                 raise UsageError(f"{inert} is about a GPU.", "Leave it out, or --device cpu.")
             watch.warn(f"{inert} has no effect: {self.device_line}")
-        wanted = dict(options.kernels)
-        if opened is not None:  # Triton's are meant for the device
-            wanted = {op: backend for op, backend in wanted.items() if backend != TRITON}
+        wanted = options.kernels if opened is None else _for_cpu(options.kernels)
         self.kernels = Kernels(self._workers, wanted, options.isa)
         self.accelerator: Accelerator | None = None
         if opened is not None:
-            self.accelerator = in_service(opened, checkpoint, options, self.kernels, watch)
+            self.accelerator = Accelerator.over(
+                opened, checkpoint, options, self.kernels, watch.warn
+            )
         self.disk = DiskTier(
             checkpoint.files, lambda page: checkpoint.expert(*page).extents, watch.warn
         )
+        self.spilling: Spilling | None = None  # where not all latents have room in RAM
         try:
-            self._load(checkpoint)
+            with self.blamed():
+                self._load(checkpoint)
         except BaseException:
             self.close()
             raise
@@ -107,9 +114,53 @@ class Engine:
         options = self.options
         self._predictor = self._make_predictor()  # may read a file, and refuse it
         warm_up(self.kernels, self._dtype)
+        self.trunk = choose_precision(options.trunk, checkpoint.spec.trunk_precision)
+        self.plan, there = self._make_plan(checkpoint)
+        if self.plan.spills:
+            zarr()  # counts as a library, now that it is needed
+            self.plan, there = self._make_plan(checkpoint)
+        self._watch.plan(self.plan)
+        if self.plan.spills:
+            self.spilling = Spilling(
+                self.spec, self._dtype, self.plan, options.scratch, self.disk, self._watch.warn
+            )
+        streamed = len(self.spec.layers) - len(self.plan.resident_layers)
+        if streamed and self.trunk != checkpoint.spec.trunk_precision:
+            self._watch.warn(
+                f"{streamed} layers stream and are quantised anew in every sweep; k3offload pack "
+                f"MODEL OUT --trunk {self.trunk} does it once, and less is read."
+            )
+        elsewhere = there.elsewhere if there else frozenset()
+        self.weights = Weights(
+            checkpoint, self.disk, self.plan, self.trunk, self._workers, elsewhere
+        )
+        self.weights.load(self._watch.loading)
+        if there is not None:
+            there.compile(self.weights, self._watch.compiling)
+            there.load_trunk(self.weights)
+        self.store: ExpertStore | None = None
+        if self.plan.slots:
+            slab = Slab(self.plan.slots * self.plan.slot_bytes)
+            policy = implementations("scheduler", "policy")[options.policy].Policy(self.plan.slots)
+            self.disk.look = self.weights.arrived
+            self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), policy)
+            if there is not None:
+                there.load_experts(self.weights, self.store, slab.bytes, self.disk)
+        self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
+        self.prefixes = self._prefixes(self.plan.prefixes)
+        self._counts = {
+            "experts": self.store.counts if self.store else Counts(),
+            "trunk": self.weights.counts,
+            "head": self.weights.head_counts,
+            "embedding": self.weights.embed_counts,
+        }
+        self._build(there)
+
+    def _make_plan(self, checkpoint: Checkpoint) -> tuple[Plan, Accelerator | None]:
+        """The plan for the machine as it is now, and the device that has its part in it."""
+        options = self.options
         trim_allocator()
         machine = read_machine()
-        self.trunk = choose_precision(options.trunk, checkpoint.spec.trunk_precision)
         demand = demand_of(
             checkpoint,
             options.dtype,
@@ -125,41 +176,11 @@ class Engine:
         )
         limits = limits_of(machine, options)
         demand, there = self._beside(demand)
-        if there is not None:
-            limits = replace(limits, rows=min(limits.rows, there.plan.sweep_rows))
-        self.plan: Plan = make_plan(demand, limits)
-        if there is not None:
-            self.plan = replace(self.plan, device=there.plan)
-        self._watch.plan(self.plan)
-        streamed = len(self.spec.layers) - len(self.plan.resident_layers)
-        if streamed and self.trunk != checkpoint.spec.trunk_precision:
-            self._watch.warn(
-                f"{streamed} layers stream and are quantised anew in every sweep; k3offload pack "
-                f"MODEL OUT --trunk {self.trunk} does it once, and less is read."
-            )
-        elsewhere = there.elsewhere if there else frozenset()
-        self.weights = Weights(
-            checkpoint, self.disk, self.plan, self.trunk, self._workers, elsewhere
-        )
-        self.weights.load(self._watch.loading)
-        if there is not None:
-            there.load_trunk(self.weights)
-        self.store: ExpertStore | None = None
-        if self.plan.slots:
-            slab = Slab(self.plan.slots * self.plan.slot_bytes)
-            policy = implementations("scheduler", "policy")[options.policy].Policy(self.plan.slots)
-            self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), policy)
-            if there is not None:
-                there.load_experts(self.weights, self.store, slab.bytes, self.disk)
-        self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
-        self.prefixes = self._prefixes(demand.prefixes)
-        self._counts = {
-            "experts": self.store.counts if self.store else Counts(),
-            "trunk": self.weights.counts,
-            "head": self.weights.head_counts,
-            "embedding": self.weights.embed_counts,
-        }
-        self._build(there)
+        if there is None:
+            return make_plan(demand, limits), None
+        rows = there.plan.sweep_rows
+        limits = replace(limits, rows=min(limits.rows or rows, rows))
+        return replace(make_plan(demand, limits), device=there.plan), there
 
     def _beside(self, demand: Demand) -> tuple[Demand, Accelerator | None]:
         """What RAM has to hold beside the device, and the device; without it if nobody asked for
@@ -181,9 +202,13 @@ class Engine:
         store, here = self.store, Side(self.kernels, torch.device("cpu"))
         if there is None:
             sides = Sides((here,) * len(self.spec.layers), here, here, (self.kernels,))
-            self._model = Model(self.weights, store, sides, self._dtype, self._schedule(store))
+            summaries = None if self.spilling is None else self.spilling.summaries
+            self._model = Model(
+                self.weights, store, sides, self._dtype, self._schedule(store), summaries
+            )
             return
         self._counts["trunk on the device"] = there.trunk.counts
+        self._counts["head on the device"] = there.trunk.head_counts
         if there.store is not None:
             store = there.store
             self._counts["experts on the device"] = store.counts
@@ -197,7 +222,11 @@ class Engine:
         below, options = None, self.options
         if options.prefix_dir is not None:
             below = PrefixFolder(self, options.prefix_dir, options.prefix_disk)
-        make = partial(SequenceState, self.spec, self._dtype)
+
+        def make(ledger: Ledger) -> SequenceState:
+            homes = self.spilling.homes(ledger) if self.spilling else None
+            return SequenceState(self.spec, self._dtype, ledger, homes)
+
         return Prefixes(size, make, below) if size else None
 
     def _schedule(self, store: ExpertStore | None) -> Schedule | None:
@@ -224,7 +253,8 @@ class Engine:
         """The session that ``Session.save`` left in the folder ``path``.
 
         Raises ``SessionError`` naming what differs (model, tokenizer, precision) or the file that
-        is damaged, ``UsageError`` if it is longer than the context, ``DoesNotFit``.
+        is damaged, ``UsageError`` if it is longer than the context, ``DoesNotFit`` or
+        ``ScratchError`` if it has no room.
         """
         self._open()
         session, notes = load_session(self, path)
@@ -234,11 +264,22 @@ class Engine:
 
     def new_state(self, snapshot: SequenceState | None = None) -> SequenceState:
         """An empty state, or one that goes on from ``snapshot``.  Raises ``DoesNotFit``."""
-        homes = self.accelerator.homes(self._ledger) if self.accelerator else None
-        state = SequenceState(self.spec, self._dtype, self._ledger, homes)
-        if snapshot is not None:
-            state.take(snapshot)
+        there = self.accelerator or self.spilling
+        homes = None if there is None else there.homes(self._ledger)
+        with self.blamed():
+            state = SequenceState(self.spec, self._dtype, self._ledger, homes)
+            if snapshot is not None:
+                state.take(snapshot)
         return state
+
+    def copied(self, state: SequenceState) -> SequenceState:
+        """A copy of ``state``."""
+        with self.blamed():
+            return state.copy()
+
+    def blamed(self) -> AbstractContextManager[None]:
+        """What a device raises in the block names it."""
+        return self.accelerator.blamed() if self.accelerator else nullcontext()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; spellings of special tokens are ordinary text."""
@@ -271,60 +312,14 @@ class Engine:
         comes first next time.  Returns the sessions that failed with their errors: numbers that
         turned NaN, or no room for more state.  The others are not touched by it.
         """
-        self._check_sessions(sessions)
-        failed: dict[Session, K3Error] = {}
-        taken: list[Session] = []
-        runs: list[Run] = []
-        turn = sorted(sessions, key=lambda s: (s not in self._passed_over, not s.decoding))
-        self._passed_over.clear()
-        for session in turn:
-            if self.prefixes is not None:
-                self.prefixes.jump(session)
-            waiting = session.waiting()
-            taken_rows = sum(len(run.tokens) for run in runs)
-            count = self._share(session, len(waiting), taken_rows)
-            if not count:
-                self._passed_over.add(session)
-                continue
-            try:
-                session.state.reserve(count)
-                session.prepare(count)
-            except DoesNotFit as error:  # its traceback would keep the others' states alive
-                failed[session] = error.with_traceback(None)
-                session.state.settle()
-                continue
-            if self.prefixes is not None:
-                self.prefixes.mark(session, count)
-            taken.append(session)
-            runs.append(Run(session.state, waiting[:count], 1, session.decoding))
-        if runs:
-            try:
-                self.run(runs, lambda i, position, row: taken[i].keep_logits(row[0].numpy()))
-            finally:
-                for session in taken:
-                    session.state.settle()
-        failed.update({s: r.error for s, r in zip(taken, runs, strict=True) if r.error})
-        return failed
-
-    def _share(self, session: Session, waiting: int, taken: int) -> int:
-        """How many waiting tokens of ``session`` fit into a sweep beside ``taken`` others."""
-        return cut(session.position, waiting, self.plan.sweep_rows - taken)
-
-    def _check_sessions(self, sessions: Sequence[Session]) -> None:
-        if len(set(map(id, sessions))) < len(sessions):
-            raise SessionError("A session stands twice in one call.", "Fork it, or call twice.")
-        for session in sessions:
-            if session.engine is not self:
-                raise SessionError("A session is of another engine.", "Use its own engine.")
-            if not session.length:
-                raise SessionError("The session has no tokens.", "Append a prompt first.")
-            self.check_context(session.length)
+        return self._turns.sweep(sessions)
 
     def run(self, runs: Sequence[Run], emit: Callable[[int, int, torch.Tensor], None]) -> None:
         """One sweep over ``runs`` as they are; the lowest call that still knows sequences.
 
         Raises ``UsageError`` if the sweep is larger than planned, a decode run is not one token
-        long, or two runs share a state.
+        long, or two runs share a state; ``DeviceError`` if a device has failed or has no memory
+        left, and then all states of the sweep are broken.
         """
         layers = len(self.spec.layers)
         rows = sum(len(run.tokens) for run in runs)
@@ -343,7 +338,7 @@ class Engine:
             self.hooks.before_layer(layer)
             self._watch.layer(layer, layers)
 
-        with self._lock:
+        with self.lock:
             self._open()
             self._model.sweep(
                 runs, emit, Hooks(before_layer, self.hooks.on_route, self.hooks.on_ahead)
@@ -372,7 +367,7 @@ class Engine:
     def close(self) -> None:
         """Wait for a sweep under way, then stop the threads, close the files and let go of the
         weights.  Closing twice is fine."""
-        with self._lock:
+        with self.lock:
             if not self._closed:
                 self._closed = True
                 with ExitStack() as last_first:  # whatever one of them raises, the others close
@@ -380,6 +375,8 @@ class Engine:
                         last_first.callback(self.__dict__.pop, name, None)
                     last_first.callback(self._workers.close)
                     last_first.callback(self.disk.close)
+                    if self.spilling is not None:
+                        last_first.callback(self.spilling.close)
                     if "weights" in self.__dict__:
                         last_first.callback(self.weights.close)
                     if self.accelerator is not None:  # first of all: its copies read the weights

@@ -47,6 +47,10 @@ class ReadError(K3Error):
     """A read of model bytes failed for good; names the file and the offset."""
 
 
+class ScratchError(K3Error):
+    """What a sequence moved to scratch files cannot be written or read back; names the file."""
+
+
 class SlotsExhausted(K3Error):
     """Every slot is leased by the very caller that asks for one more."""
 

@@ -18,6 +18,9 @@ Pure arithmetic, no torch, no files.  What is assumed, and stated wherever a fig
 * **Row-wise work** (norms, mixes, sums) counts the numbers it reads; attention and the KDA
   recurrence (with its convolutions and gates) count multiply-adds, decode rows also the state that
   they read.
+* **Scratch files.** Latents that have no room in RAM are read back while attention computes, by a
+  decode row once and by a prompt once for each group of rows, block summaries twice a layer; what
+  comes before the router takes the longer of reading and computing.
 * A trunk that is quantised while it streams is read as it is stored; only a pack reads less.
 
 ``rates.py`` says where a machine's rates come from.
@@ -31,11 +34,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .config import GROUP_ROWS, KDA_CHUNK, LATENT_BLOCK, ROW_TILE, align_up
+from .config import GROUP_ROWS, KDA_CHUNK, ROW_TILE
+from .forecast_sizes import attended_pairs, distinct, is_product, weight_of
 from .inventory import DENSE, HEAD, KDA, MLA, ROUTERS
-from .precision import quantised, stored_bytes
 from .rates import EXPERTS, Rates
-from .spec import LayerSpec, ModelSpec, TensorSpec
+from .spec import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
     from .scheduler.plan import Plan
@@ -85,6 +88,7 @@ class Forecast:
     overhead_seconds: float
     expert_bytes: float  #: read from disk
     trunk_bytes: float  #: read from disk
+    scratch_bytes: float  #: latents and block summaries read back
     weight_bytes: float  #: of weights read from memory
     macs: float  #: multiply-adds of products with weights, attention apart
     experts: float  #: different experts asked for
@@ -115,11 +119,6 @@ class Forecast:
         }
 
 
-def distinct(experts: int, top_k: int, rows: float) -> float:
-    """Different experts of one layer that ``rows`` rows ask for, uniform routing."""
-    return experts * (1 - math.pow(1 - top_k / experts, rows))
-
-
 def decode(setup: Setup, *, rows: int = 1, position: int = 0) -> Forecast:
     """One decode step: a token each of ``rows`` sequences that are ``position`` tokens long."""
     return _Sweep(setup, rows, position, True).forecast()
@@ -146,52 +145,16 @@ def prompt_seconds(setup: Setup, tokens: int) -> float:
     return seconds
 
 
-def weight_of(tensor: TensorSpec, trunk: str) -> tuple[str, int]:
-    """The format a trunk tensor has in memory under precision ``trunk``, and its bytes."""
-    if quantised(tensor.name, tensor.shape, trunk):
-        return trunk, stored_bytes(tensor.shape, trunk)
-    return "bfloat16", tensor.nbytes
-
-
-def is_product(tensor: TensorSpec) -> bool:
-    """Whether rows are multiplied with ``tensor``: a matrix of more than one row."""
-    return len(tensor.shape) == 2 and tensor.shape[0] > 1
-
-
-def token_macs(spec: ModelSpec) -> int:
-    """Multiply-adds of one token with all weights that it uses, attention over others apart."""
-    trunk = sum(
-        math.prod(t.shape)
-        for layer in spec.layers
-        for t in spec.layer_tensors(layer.index)
-        if is_product(t)
-    )
-    routed = 3 * spec.moe.width * spec.moe.io * spec.moe.top_k if spec.moe else 0
-    return trunk + routed * len(spec.moe_layers) + spec.vocab * spec.hidden
-
-
-def trunk_elements(spec: ModelSpec) -> int:
-    """Weights of all layers' trunk and of the head, in numbers."""
-    layers = sum(math.prod(t.shape) for la in spec.layers for t in spec.layer_tensors(la.index))
-    return layers + spec.vocab * spec.hidden
-
-
-def attended_pairs(position: int, rows: int) -> int:
-    """Pairs of a prompt row and a key that attention computes for ``rows`` rows from ``position``
-    on: tiles of rows, each with all blocks of latents up to its last row's."""
-    ends = range(position + ROW_TILE, position + rows + ROW_TILE, ROW_TILE)
-    return ROW_TILE * sum(align_up(end, LATENT_BLOCK) for end in ends)
-
-
 class _Work(NamedTuple):
     """What a layer's rows cost before its router has spoken and after it, and the bytes of its
-    trunk that the sweep reads from disk."""
+    trunk and of scratch files that the sweep reads from disk."""
 
     before: Cost
     after: Cost
     weight_bytes: float
     macs: float
     trunk: int
+    scratch: float
 
 
 class _Sweep:
@@ -228,15 +191,17 @@ class _Sweep:
             total = total.plus(work.before).plus(work.after)
         expert_bytes = self.missed * one * len(spec.moe_layers)
         trunk_bytes = read + sum(work.trunk for work in works)
+        scratch_bytes = sum(work.scratch for work in works)
         return Forecast(
             rows=self.n,
             seconds=seconds,
-            disk_seconds=(expert_bytes + trunk_bytes) / self.rates.disk,
+            disk_seconds=(expert_bytes + trunk_bytes + scratch_bytes) / self.rates.disk,
             memory_seconds=total.memory,
             arithmetic_seconds=total.arithmetic,
             overhead_seconds=total.overhead,
             expert_bytes=expert_bytes,
             trunk_bytes=trunk_bytes,
+            scratch_bytes=scratch_bytes,
             weight_bytes=kept + sum(work.weight_bytes for work in works),
             macs=sum(work.macs for work in works)
             + spec.vocab * spec.hidden * (self.n if self.decode else 1),
@@ -280,10 +245,12 @@ class _Sweep:
                     room -= 1
                 experts = expert_seconds if self.spec.layers[i].ffn == "moe" else 0.0
                 waited = experts * (1 - self.setup.covered)
+                scratch = work.scratch / disk
+                before = max(work.before.seconds, scratch)
                 after = max(work.after.seconds, waited)
                 if streamed:
-                    read_ahead(work.before.seconds + max(0.0, after - experts), room)
-                now += work.before.seconds + after
+                    read_ahead(before - scratch + max(0.0, after - experts), room)
+                now += before + after
             marks.append(now)
         return marks[1] - marks[0]
 
@@ -325,7 +292,10 @@ class _Sweep:
                 after = after.plus(cost)
             weights += size
             macs += self.n * math.prod(tensor.shape)
-        return _Work(before, after, weights, macs, self._stored(layer))
+        scratch = self._summaries(layer)
+        if layer.attention != "kda":
+            scratch += self._latents()
+        return _Work(before, after, weights, macs, self._stored(layer), scratch)
 
     def _product(self, kind: str, size: float, macs: float, rows: float | None = None) -> Cost:
         """``rows`` rows (all if None) times a weight of ``size`` bytes, ``macs`` a row."""
@@ -380,6 +350,28 @@ class _Sweep:
             return Cost(read, seen * m.heads * (m.latent + m.kv_lora) / rates.macs32)
         pairs = attended_pairs(self.position, self.n)
         return Cost(0.0, pairs * m.heads * (m.nope + m.rope + m.v) / rates.attention)
+
+    def _latents(self) -> float:
+        """Bytes that a layer's attention reads from disk: of what stands before, the part that RAM
+        has no room for."""
+        held = self.setup.plan.latents
+        if held is None:
+            return 0.0
+        tokens: float = self.position * (self.n if self.decode else 1)
+        every = tokens * self.spec.latent_bytes_per_token(self.itemsize)
+        spilled = max(0.0, 1 - held / every) if every else 0.0
+        if not self.decode:  # each group of rows reads what stands before it
+            tokens = self.groups * (self.position + GROUP_ROWS * (self.groups - 1) / 2)
+        return spilled * tokens * self.spec.mla.latent * self.itemsize
+
+    def _summaries(self, layer: LayerSpec) -> float:
+        """Bytes of block summaries that a layer reads from disk, before each of its two mixes."""
+        held, block, spec = self.setup.plan.summaries, self.spec.attnres_block, self.spec
+        if held is None or block is None or self.n <= ROW_TILE:
+            return 0.0
+        row = spec.hidden * self.itemsize
+        whole = self.n * row * -(-len(spec.layers) // block)
+        return 2 * max(0.0, 1 - held / whole) * self.n * row * (1 + layer.index // block)
 
     def _head(self) -> tuple[Cost, int]:
         """The head for the rows whose logits are kept: all decode rows, a prompt's last one."""

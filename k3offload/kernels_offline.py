@@ -17,6 +17,7 @@ from typing import Any
 
 from .errors import UsageError
 from .kernels.triton_run import ARCHITECTURES, FUSION, Compiled, Sizes, installed, upcast
+from .kernels.tuning import CANDIDATES, entry_of, trying
 from .registry import implementation, names
 
 OPERATORS = (
@@ -65,6 +66,21 @@ def compile_all(sizes: Sizes | None = None, archs: Iterable[int] = ARCHITECTURES
     """A row for each launch and architecture."""
     every = launches(sizes or Sizes())
     return [compile_one(one, arch) for one in every for arch in archs]
+
+
+def compile_candidates(archs: Iterable[int] = ARCHITECTURES) -> list[Row]:
+    """A row for each launch that a candidate of the tuning table changes, and architecture."""
+    default, sizes, rows = entry_of(""), Sizes(), []
+    usual = {one.name: one for one in launches(sizes)}
+    for name, values in CANDIDATES.items():
+        for value in values:
+            with trying(default._replace(**{name: value})):
+                every = launches(sizes)
+            for one in every:
+                if one != usual[one.name]:
+                    own = one._replace(name=f"{one.name} {name}={value}")
+                    rows += [compile_one(own, arch) for arch in archs]
+    return rows
 
 
 def compile_one(one: Compiled, arch: int) -> Row:

@@ -13,6 +13,12 @@ from .scheduler.sweep import Group
 from .spec import ModelSpec
 from .state import SequenceState
 
+#: what a layer's input is multiplied by, with a low-rank gate and with one of full rank
+OF_X = tuple(
+    tuple(f"self_attn.{name}_proj.weight" for name in ("q", "k", "v", "f_a", "b", gate))
+    for gate in ("g_a", "g")
+)
+
 
 def kda(
     x: torch.Tensor,
@@ -24,14 +30,14 @@ def kda(
 ) -> torch.Tensor:
     """``x`` [R, H] (normed) -> [R, H].  Advances the KDA state of each sequence in the group."""
 
-    def project(name: str, source: torch.Tensor = x) -> torch.Tensor:
+    def project(name: str, source: torch.Tensor) -> torch.Tensor:
         return kernels.linear(source, w.matrix(f"self_attn.{name}.weight"), group.decode)
 
-    qkv = [project("q_proj"), project("k_proj"), project("v_proj")]
-    raw, beta = project("f_b_proj", project("f_a_proj")), project("b_proj")
-    gate = (
-        project("g_proj") if spec.kda.full_rank_gate else project("g_b_proj", project("g_a_proj"))
-    )
+    full = spec.kda.full_rank_gate
+    *qkv, raw, beta, gate = kernels.linears(x, w.bundle(*OF_X[full]), group.decode)
+    raw = project("f_b_proj", raw)
+    if not full:
+        gate = project("g_b_proj", gate)
     fixed = w.kept(lambda: _fixed(w, spec))
     done = []
     for part in group.parts:

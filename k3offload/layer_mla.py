@@ -18,7 +18,7 @@ from .kernels.mla_prefill_reference import Query
 from .kernels.rows import by_lanes
 from .scheduler.sweep import Group, Part
 from .spec import MlaSpec, ModelSpec
-from .state import Latents, SequenceState
+from .state import SequenceState
 
 
 def mla(
@@ -39,61 +39,71 @@ def mla(
         weight = w.vector(f"self_attn.{name}_layernorm.weight")
         return kernels.rms_norm(source.contiguous(), weight, spec.mla_eps)
 
-    if m.q_lora is None:
-        q = project("q_proj", x)
-    else:
-        q = project("q_b_proj", norm("q_a", project("q_a_proj", x)))
-    kv = project("kv_a_proj_with_mqa", x)
+    of_x = ["q_proj" if m.q_lora is None else "q_a_proj", "kv_a_proj_with_mqa"]
+    if m.output_gate:
+        of_x.append("g_proj")
+    bundle = w.bundle(*(f"self_attn.{name}.weight" for name in of_x))
+    q, kv, *gate = kernels.linears(x, bundle, group.decode)
+    if m.q_lora is not None:
+        q = project("q_b_proj", norm("q_a", q))
     latent = torch.cat((norm("kv_a", kv[:, : m.kv_lora]), kv[:, m.kv_lora :]), 1)
-    latents = [state.latents[w.layer] for state in states]
     for part in group.parts:
-        latents[part.run].append(latent[group.own(part)])
+        with states[part.run].losing():
+            states[part.run].latents[w.layer].append(latent[group.own(part)])
 
     q = q.view(-1, m.heads, m.nope + m.rope)
     up = w.matrix("self_attn.kv_b_proj.weight")
-    attend_group = _decode if group.decode else prefill
-    attended = attend_group(q, group, latents, up, m, kernels).flatten(1)
-    if m.output_gate:
-        attended *= by_lanes(torch.sigmoid, project("g_proj", x).float())
+    attend_group = _decode if group.decode else _prefill
+    attended = attend_group(q, group, states, w.layer, up, m, kernels).flatten(1)
+    if gate:
+        attended *= by_lanes(torch.sigmoid, gate[0].float())
     return project("o_proj", attended.to(x.dtype))
 
 
 def _decode(
     q: torch.Tensor,
     group: Group,
-    latents: Sequence[Latents],
+    states: Sequence[SequenceState],
+    layer: int,
     up: Weight,
     m: MlaSpec,
     kernels: Kernels,
 ) -> torch.Tensor:
     """``q`` [R, h, nope + rope], a token of another sequence in each row -> [R, h, v] float32."""
-    out = q.new_empty(q.shape[0], m.heads, m.v, dtype=torch.float32)
+    out = q.new_zeros(q.shape[0], m.heads, m.v, dtype=torch.float32)  # of who lost his latents
+    scale = (m.nope + m.rope) ** -0.5
     for i, part in enumerate(group.parts):
-        own = latents[part.run]
-        blocks = [own.rows(b) for b in range(own.blocks)]
-        scale = (m.nope + m.rope) ** -0.5
-        out[i] = kernels.mla_decode(q[i], blocks, own.length, up, m.nope, m.v, scale)
+        state = states[part.run]
+        own = state.latents[layer]
+        if state.failed is None:
+            with state.losing():
+                out[i] = kernels.mla_decode(q[i], own.pieces(), own.length, up, m.nope, m.v, scale)
     return out
 
 
-def prefill(
+def _prefill(
     q: torch.Tensor,
     group: Group,
-    latents: Sequence[Latents],
+    states: Sequence[SequenceState],
+    layer: int,
     up: Weight,
     m: MlaSpec,
     kernels: Kernels,
 ) -> torch.Tensor:
     """``q`` [R, h, nope + rope] of prompts -> [R, h, v] float32, sequence by sequence."""
-    out = q.new_empty(q.shape[0], m.heads, m.v, dtype=torch.float32)
+    out = q.new_zeros(q.shape[0], m.heads, m.v, dtype=torch.float32)  # of who lost his latents
+    scale = (m.nope + m.rope) ** -0.5
     runs: dict[int, list[Part]] = {}
     for part in group.parts:
         runs.setdefault(part.run, []).append(part)
     for run, parts in runs.items():
-        own, scale = latents[run], (m.nope + m.rope) ** -0.5
-        blocks = [own.rows(b) for b in range(own.blocks)]
+        state = states[run]
+        own = state.latents[layer]
+        if state.failed is not None:
+            continue
         queries = [Query(q[group.own(part)], part.start) for part in parts]
-        done = kernels.mla_prefill(queries, blocks, own.length, up, m.nope, m.v, scale)
-        for part, attended in zip(parts, done, strict=True):
-            out[group.own(part)] = attended
+        with state.losing():
+            done = kernels.mla_prefill(queries, own.pieces(), own.length, up, m.nope, m.v, scale)
+            for part, attended in zip(parts, done, strict=True):
+                out[group.own(part)] = attended
     return out

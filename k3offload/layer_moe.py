@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -40,7 +39,6 @@ class Side(NamedTuple):
     where: torch.device
 
 
-@lru_cache(maxsize=8)
 def activation(spec: ModelSpec) -> Activation:
     """The gated activation of every feed-forward part of the model."""
     return Activation(spec.activation, spec.situ_beta, spec.situ_linear_beta)
@@ -83,7 +81,7 @@ def moe(
             if m.shared_width:  # the shared result takes the place of its input
                 xs[i] = mlp(x, "block_sparse_moe.shared_experts", w, spec, kernels, group.decode)
         latent = torch.cat(latents) if len(latents) > 1 else latents[0]
-        results = _Results(latent.to(side.where), experts.shape[1], spec)
+        results = _Results(side.kernels.here(latent)[0], experts.shape[1], spec)
         decoding = sum(group.end - group.begin for group in groups if group.decode)
         for batch in arrivals:
             weights = [expert_weights(page, buffer) for page, buffer in batch]
@@ -94,10 +92,10 @@ def moe(
                 store.computed(time.perf_counter() - begin, len(batch))
             else:
                 results.run(weights, chosen, decoding, side.kernels)
-    at, shares = results.at.to(side.where), shares.to(side.where)
+    at, shares = side.kernels.here(results.at, shares)
     for group, shared in zip(groups, xs, strict=True):
         own = side.kernels.combine(results.y, at[group.rows], shares[group.rows])
-        y = _projected(own.to(shared.device), group, w, spec, kernels)
+        y = _projected(kernels.here(own)[0], group, w, spec, kernels)
         emit(group, y.add_(shared) if m.shared_width else y)
     return latent
 
@@ -110,11 +108,16 @@ def _route(
     kernels: Kernels,
     on_route: OnRoute,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [R, k] int64, rising, and their weights [R, k] float32, of all rows of a sweep."""
+    """Experts [R, k] int64, rising, in RAM, and their weights [R, k] float32, of all rows.
+
+    One wait for each group: which pages to ask for cannot be known without it."""
     experts, weights = [], []
     for x, group in zip(xs, groups, strict=True):
         chosen, share, scores = route(x, w, spec, kernels, group.decode)
-        chosen = chosen.cpu()
+        if group.decode:  # whoever looks ahead wants the scores too: few, and no wait of their own
+            chosen, scores = kernels.to_host(chosen, scores)
+        else:
+            chosen = kernels.to_host(chosen)[0]
         on_route(w.layer, group, chosen, share, scores)
         experts.append(chosen)
         weights.append(share)
@@ -138,7 +141,7 @@ def route(
 def _places(experts: torch.Tensor, layer: int) -> dict[PageId, list[int]]:
     """Page -> where in ``experts`` [R, k], as flat numbers in rising order, it was chosen."""
     flat = experts.view(-1).tolist()
-    if len(experts) == 1:  # no expert is chosen twice
+    if experts.shape[0] == 1:  # no expert is chosen twice
         return {PageId(layer, number): [place] for place, number in enumerate(flat)}
     places: dict[int, list[int]] = {}
     for place, number in enumerate(flat):
@@ -150,7 +153,7 @@ class _Results:
     """What experts give, in the order in which they ran: ``y`` [R * k, Z]."""
 
     def __init__(self, latent: torch.Tensor, top_k: int, spec: ModelSpec) -> None:
-        count = len(latent) * top_k
+        self._count = count = latent.shape[0] * top_k
         self.y = latent.new_empty(count, latent.shape[1])
         self._at = array("q", bytes(8 * count))
         self._latent, self._k, self._act = latent, top_k, activation(spec)
@@ -169,7 +172,7 @@ class _Results:
         while the others are not."""
         border = decoding * self._k
         for decode in (True, False):
-            if border in (0, len(self.y)):  # rows of one kind: nothing to part
+            if border in (0, self._count):  # rows of one kind: nothing to part
                 own = places if decode == (border > 0) else []
             else:
                 own = [[p for p in some if (p < border) == decode] for some in places]
@@ -181,14 +184,14 @@ class _Results:
                     self._at[place] = i
                 y = self.y[self._done : end]
                 if apart:
-                    y.copy_(kernels.experts(self._on_cpu(), jobs, self._act, decode))
+                    y.copy_(kernels.experts(self._on_cpu(kernels), jobs, self._act, decode))
                 else:
                     kernels.experts(self._latent, jobs, self._act, decode, y)
                 self._done = end
 
-    def _on_cpu(self) -> torch.Tensor:
+    def _on_cpu(self, kernels: Kernels) -> torch.Tensor:
         if self._moved is None:
-            self._moved = self._latent.cpu()
+            self._moved = kernels.here(self._latent)[0]
         return self._moved
 
     @property

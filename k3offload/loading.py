@@ -25,7 +25,7 @@ def load(
     trunk: str | None = None,
     context: int = 4096,
     sessions: int = 1,
-    sweep: int = 512,
+    sweep: int | None = None,
     threads: int | None = None,
     kernels: Mapping[str, str] | None = None,
     isa: str | None = None,
@@ -36,6 +36,9 @@ def load(
     experts_on: str | None = None,
     trunk_on: str | None = None,
     adaptive: bool = False,
+    latents: str | int | None = None,
+    summaries: str | int | None = None,
+    scratch: str | Path | None = None,
     prefix_cache: str | int | None = None,
     prefix_dir: str | None = None,
     prefix_disk: str | int | None = None,
@@ -52,11 +55,15 @@ def load(
     ``predict``: which expert leaves a full cache, and which are read ahead; ``device``: ``auto``,
     ``cuda``, ``cuda:N`` or ``cpu``; ``vram``: bytes of it to use; ``experts_on``, ``trunk_on``:
     ``gpu``, ``cpu``, and for the trunk ``split:N``, the first N layers; ``adaptive``: let the
-    CPU compute experts that would have to be copied, where that is quicker; ``prefix_cache``: bytes
-    of snapshots that prompts with the same beginning share, written to the folder ``prefix_dir``
-    as well, at most ``prefix_disk`` bytes of them.  None but ``dtype``, ``trunk``, ``kernels``,
-    ``isa``, ``adaptive`` and what is computed where changes a bit of the results, as long as
-    ``sweep`` is a multiple of 64.
+    CPU compute experts that would have to be copied, where that is quicker; ``latents``: bytes of
+    RAM for what attention remembers of all sessions, the rest of which goes to files in the folder
+    ``scratch`` (one in the user's cache folder if it is None) and goes away with the engine; if it
+    is None, files are used only where memory is too small; ``summaries``: the same of the block
+    summaries of a sweep, all of them if it is None; ``prefix_cache``: bytes of snapshots that
+    prompts with the same beginning share, written to the folder ``prefix_dir`` as well, at most
+    ``prefix_disk`` bytes of them.  None but ``dtype``, ``trunk``, ``kernels``, ``isa``,
+    ``adaptive`` and what is computed where changes a bit of the results, as long as ``sweep`` is a
+    multiple of 64.
 
     Raises ``ConfigError``, ``CheckpointError``, ``TokenizerError``, or ``DoesNotFit`` with the
     missing bytes, before any weight is read.
@@ -68,22 +75,23 @@ def load(
 
 def open_engine(
     path: str | Path,
-    sizes: Callable[[Tokenizer, ModelSpec], dict[str, int]],
+    sizes: Callable[[Tokenizer, ModelSpec], Mapping[str, int | None]],
     *,
     device: str | Device = "auto",
     watch: Watch | None = None,
     **how: Any,
 ) -> Engine:
-    """``load`` for callers who know ``context``, ``sessions``, ``sweep`` or ``extra`` (bytes they
-    will keep themselves) only once they can count tokens: ``sizes`` returns them, given the
-    tokenizer and the spec, before any memory is planned.  ``how``: the other options of ``load``.
+    """``load`` for callers who know ``context``, ``sessions``, ``sweep``, ``answer`` (tokens of the
+    context that are decoded) or ``extra`` (bytes they will keep themselves) only once they can
+    count tokens: ``sizes`` returns them, given the tokenizer and the spec, before any memory is
+    planned.  ``how``: the other options of ``load``.
     """
     folder = find_model(path)
     checkpoint = Checkpoint.open(folder)
     tokenizer = Tokenizer.load(folder, checkpoint.spec)
     # what nobody has set keeps the default of ``Options``
     given = {name: value for name, value in how.items() if value is not None}
-    for name in ("ram", "cache", "vram", "prefix_cache", "prefix_disk"):
+    for name in ("ram", "cache", "vram", "latents", "summaries", "prefix_cache", "prefix_disk"):
         if name in given:
             given[name] = parse_size(given[name])
     given.update(sizes(tokenizer, checkpoint.spec))

@@ -18,16 +18,16 @@ import torch.nn.functional as F
 
 from .config import GROUP_ROWS, KDA_CHUNK, LATENT_BLOCK, ROW_TILE
 from .engine import DTYPES
-from .forecast import attended_pairs
+from .forecast_sizes import attended_pairs
 from .kernels import native
 from .kernels.choose import Kernels
 from .kernels.experts_reference import Job
 from .kernels.int8 import Int8Weight
 from .kernels.linear_reference import DenseWeight, Weight
 from .kernels.mixer import MixerRows, MixerWeights
+from .kernels.mla_prefill_reference import Query
 from .kernels.mxfp4 import Mxfp4Weight
 from .kernels.workers import Workers, single_threaded
-from .layer_mla import prefill
 from .layer_moe import activation
 from .loading import load
 from .machine import steady_allocator
@@ -265,7 +265,13 @@ class _Bench:
         (group,) = pack([Span(after, rows, False)])
         q = self.x(rows, m.heads, m.nope + m.rope)
         (up,) = self.weights("bfloat16", m.heads * (m.nope + m.v), m.kv_lora)[:1]
-        seconds = typical(lambda _: prefill(q, group, [latents], up, m, self.kernels))
+        queries = [Query(q[group.own(part)], part.start) for part in group.parts]
+        scale, held = (m.nope + m.rope) ** -0.5, latents.length
+
+        def work(_: int) -> None:
+            self.kernels.mla_prefill(queries, latents.pieces(), held, up, m.nope, m.v, scale)
+
+        seconds = typical(work)
         return attended_pairs(after, rows) * m.heads * (m.nope + m.rope + m.v) / seconds
 
     def recurrence(self) -> float:

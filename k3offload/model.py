@@ -6,10 +6,9 @@ asked for, experts arrive.  All rows pass a layer before the next layer begins.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +30,8 @@ from .scheduler.store import ExpertStore
 from .scheduler.sweep import Group, Part, Span, pack
 from .spec import LayerSpec
 from .state import SequenceState
+from .stream import TILE, Mix, Resident, Spilled, Stream, own
+from .tiers.spill import Spill
 from .weights import Weights
 
 Floats = npt.NDArray[np.float32]
@@ -43,6 +44,7 @@ class Sides(NamedTuple):
     experts: Side
     head: Side
     kernels: tuple[Kernels, ...]  #: all of them, each once
+    blamed: Callable[[], AbstractContextManager[None]] = nullcontext  #: names a device in errors
 
 
 @dataclass
@@ -76,23 +78,6 @@ class Hooks:
     on_ahead: OnAhead = lambda layer, next_layer, scores, latent: None
 
 
-@dataclass
-class _Stream:
-    """The residual stream: ``p`` [R, H] the running sum, ``summaries`` the sealed blocks; where it
-    is now, and what computes there."""
-
-    p: torch.Tensor
-    side: Side
-    summaries: list[torch.Tensor] = field(default_factory=list)
-
-    def move(self, side: Side) -> None:
-        """Go on at ``side``."""
-        if side.where != self.side.where:
-            self.p = self.p.to(side.where)
-            self.summaries = [summary.to(side.where) for summary in self.summaries]
-        self.side = side
-
-
 class Model:
     """K3's forward pass over ``weights`` and the expert store ``store``, computed at ``sides``."""
 
@@ -103,43 +88,53 @@ class Model:
         sides: Sides,
         dtype: torch.dtype,
         schedule: Schedule | None = None,
+        summaries: Spill[torch.Tensor] | None = None,
     ) -> None:
+        """``summaries``: where block summaries go; they stay in memory if it is None."""
         self.spec = weights.spec
         self._weights, self._store, self._sides, self._dtype = weights, store, sides, dtype
-        self._schedule = schedule
+        self._schedule, self._summaries = schedule, summaries
 
     def sweep(self, runs: Sequence[Run], emit: Emit, hooks: Hooks) -> None:
         """Advance every run's state by its tokens and emit the logits of the rows it keeps.
 
-        A run whose numbers turn NaN or infinite gets a ``NumericError`` in ``run.error``; the
-        others are not touched by it.  Any other error leaves all states of the sweep broken, but
-        for ``DoesNotFit``, which comes before any state has moved.
+        A run whose numbers turn NaN or infinite gets a ``NumericError`` in ``run.error``, one that
+        loses what it moved to scratch files a ``ScratchError``; the others are not touched by it.
+        Any other error leaves all states of the sweep broken, but for ``DoesNotFit`` and
+        ``ScratchError``, which come before any state has moved.
         """
         for run in runs:
             run.state.usable().reserve(len(run.tokens))
+            run.state.failed = None
         groups = pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs])
         # In a sweep with prompts most experts come anyway, in the order of the disk.
-        ahead = self._schedule if all(group.decode for group in groups) else None
+        sealed = self._sealed(groups[-1].end)
+        decodes = all(group.decode for group in groups) and isinstance(sealed, Resident)
+        ahead = self._schedule if decodes else None
         on_route = _both(ahead, hooks.on_route) if ahead else hooks.on_route
         if ahead:
             ahead.begin(sum(len(run.tokens) for run in runs))
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
         try:
-            with single_threaded(), ExitStack() as in_force:
+            with self._sides.blamed(), single_threaded(), ExitStack() as in_force:
                 for kernels in self._sides.kernels:
                     in_force.enter_context(kernels.in_force())
                 first = self._sides.layers[0]
-                stream = _Stream(self._embed(runs, groups).to(first.where), first)
+                p = first.kernels.here(self._embed(runs, groups))[0]
+                stream = Stream(p, first, sealed)
                 for layer in self.spec.layers:
                     hooks.before_layer(layer.index)
                     stream.move(self._sides.layers[layer.index])
                     with self._weights.layer(layer.index) as w:
                         self._attention(layer, stream, groups, runs, w)
+                        for run in runs:
+                            run.error = run.error or run.state.failed
                         latent = self._feed_forward(layer, stream, groups, w, on_route)
                         if ahead:
                             self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)
-                    self._check(layer.index, stream, groups, runs)
+                    stream.note_ends()
+                self._check(stream, groups, runs)
                 stream.move(self._sides.head)
                 self._head(stream, groups, runs, emit)
             if ahead:
@@ -152,6 +147,15 @@ class Model:
             run.state.advance(len(run.tokens), run.decode)
             run.state.broken = None if run.error is None else run.error.problem.rstrip(".")
 
+    def _sealed(self, rows: int) -> Resident | Spilled:
+        """A place for the summaries of a sweep; what a few rows need is always in memory."""
+        if self._summaries is None or rows <= ROW_TILE:
+            return Resident()
+        block = self.spec.attnres_block or len(self.spec.layers)
+        count = -(-len(self.spec.layers) // block)
+        self._summaries.check(count * -(-rows // TILE))
+        return Spilled(self._summaries)
+
     def _embed(self, runs: Sequence[Run], groups: Sequence[Group]) -> torch.Tensor:
         tokens: list[int] = []
         for part in _parts(groups):
@@ -162,7 +166,7 @@ class Model:
     def _attention(
         self,
         layer: LayerSpec,
-        stream: _Stream,
+        stream: Stream,
         groups: Sequence[Group],
         runs: Sequence[Run],
         w: LayerWeights,
@@ -172,35 +176,38 @@ class Model:
         seals = block is not None and layer.index % block == 0
         before = stream.p
         if seals:
-            stream.summaries.append(before)
-            stream.p = torch.empty_like(before)
-        sources = [*stream.summaries] if seals else [*stream.summaries, before]
+            stream.p = stream.sealed.seal(before)
         states = [run.state for run in runs]
         sublayer, kernels = kda if layer.attention == "kda" else mla, stream.side.kernels
-        for group in groups:
-            h = self._mix(stream, [s[group.rows] for s in sources], w, "self_attention_res")
+        mix = self._mix(stream, w, "self_attention_res")
+        mixed = stream.sealed.mixed(groups, None if seals else before, mix)
+        for group, h in zip(groups, mixed, strict=True):
             x = kernels.rms_norm(h, w.vector("input_layernorm.weight"), self.spec.eps)
             y = sublayer(x, group, states, w, self.spec, kernels)
-            stream.p[group.rows] = y if seals else before[group.rows] + y
+            if seals:
+                own(stream.p, group).copy_(y)
+            else:
+                torch.add(own(before, group), y, out=own(stream.p, group))
 
     def _feed_forward(
         self,
         layer: LayerSpec,
-        stream: _Stream,
+        stream: Stream,
         groups: Sequence[Group],
         w: LayerWeights,
         on_route: OnRoute,
     ) -> torch.Tensor | None:
         """p <- p + ffn(norm(mix)).  Returns what routed experts were given, [R, Z]."""
-        sources, kernels = [*stream.summaries, stream.p], stream.side.kernels
+        kernels = stream.side.kernels
+        mixed = stream.sealed.mixed(groups, stream.p, self._mix(stream, w, "mlp_res"))
 
         def normed(group: Group) -> torch.Tensor:
-            h = self._mix(stream, [s[group.rows] for s in sources], w, "mlp_res")
+            """Asked for each group once, in their order."""
             norm = w.vector("post_attention_layernorm.weight")
-            return kernels.rms_norm(h, norm, self.spec.eps)
+            return kernels.rms_norm(next(mixed), norm, self.spec.eps)
 
         def emit(group: Group, z: torch.Tensor) -> None:
-            stream.p[group.rows] += z
+            own(stream.p, group).add_(z)
 
         if layer.ffn == "dense":
             for group in groups:
@@ -216,7 +223,7 @@ class Model:
     def _look_ahead(
         self,
         layer: LayerSpec,
-        stream: _Stream,
+        stream: Stream,
         latent: torch.Tensor | None,
         schedule: Schedule,
         watch: OnAhead,
@@ -230,47 +237,53 @@ class Model:
         w = self._weights.peek(index) if near and schedule.asks_router else None
         if w is not None:
             # Sealed or not, the next layer mixes the same sums, but for what its attention adds.
-            h = self._mix(stream, [*stream.summaries, stream.p], w, "mlp_res")
+            assert isinstance(stream.sealed, Resident)
+            h = self._mix(stream, w, "mlp_res")([*stream.sealed.sums, stream.p])
             norm, kernels = w.vector("post_attention_layernorm.weight"), stream.side.kernels
             x = kernels.rms_norm(h, norm, self.spec.eps)
-            scores = route(x, w, self.spec, kernels, decode=True)[2].cpu().numpy()
-        given = (
-            latent.float().cpu().numpy() if schedule.asks_latent and latent is not None else None
-        )
-        watch(layer.index, index, scores, given)
-        schedule.ahead(layer.index, index, scores, given)
+            scores = route(x, w, self.spec, kernels, decode=True)[2]
+        told = [scores, latent.float() if schedule.asks_latent and latent is not None else None]
+        some = [tensor for tensor in told if tensor is not None]
+        host = iter(stream.side.kernels.to_host(*some) if some else ())
+        likely, given = (None if tensor is None else next(host).numpy() for tensor in told)
+        watch(layer.index, index, likely, given)
+        schedule.ahead(layer.index, index, likely, given)
 
-    def _mix(
-        self, stream: _Stream, entries: Sequence[torch.Tensor], w: LayerWeights, site: str
-    ) -> torch.Tensor:
-        if self.spec.attnres_block is None or len(entries) == 1:
-            return entries[-1]
-        norm, query = w.vector(f"{site}_norm.weight"), w.vector(f"{site}_proj.weight")
-        return stream.side.kernels.attnres(entries, norm, query, self.spec.eps)
+    def _mix(self, stream: Stream, w: LayerWeights, site: str) -> Mix:
+        """How sums are mixed at ``site``, row by row."""
 
-    def _check(
-        self, layer: int, stream: _Stream, groups: Sequence[Group], runs: Sequence[Run]
-    ) -> None:
-        # A sum is finite only if its terms are; the other way round is not certain.
-        if math.isfinite(float(stream.p.sum())) or bool(torch.isfinite(stream.p).all()):
+        def mix(entries: Sequence[torch.Tensor]) -> torch.Tensor:
+            if self.spec.attnres_block is None or len(entries) == 1:
+                return entries[-1]
+            norm, query = w.vector(f"{site}_norm.weight"), w.vector(f"{site}_proj.weight")
+            return stream.side.kernels.attnres(entries, norm, query, self.spec.eps)
+
+        return mix
+
+    def _check(self, stream: Stream, groups: Sequence[Group], runs: Sequence[Run]) -> None:
+        """Give runs whose numbers are no longer finite their errors, which name the first layer.
+        Once for all layers, since it waits for what they gave."""
+        finite = torch.isfinite(torch.cat(stream.ends)).all(1)  # [layers, R]
+        finite = stream.side.kernels.to_host(finite)[0]
+        if bool(finite.all()):
             return
-        for part in _parts(groups):
-            rows = stream.p[part.row : part.row + part.count]
-            run = runs[part.run]
-            if run.error is None and not bool(torch.isfinite(rows).all()):
-                run.error = NumericError(
-                    f"Layer {layer} gave NaN or infinity for a token at position "
-                    f"{part.start} or after it.",
-                    "The sequence's state was dropped. Run k3offload check MODEL --full; "
-                    "if it finds nothing, try --dtype float32.",
-                )
+        for layer, rows in zip(self.spec.layers, finite, strict=True):
+            for part in _parts(groups):
+                run = runs[part.run]
+                if run.error is None and not bool(rows[part.row : part.row + part.count].all()):
+                    run.error = NumericError(
+                        f"Layer {layer.index} gave NaN or infinity for a token at position "
+                        f"{part.start} or after it.",
+                        "The sequence's state was dropped. Run k3offload check MODEL --full; "
+                        "if it finds nothing, try --dtype float32.",
+                    )
 
     def _head(
-        self, stream: _Stream, groups: Sequence[Group], runs: Sequence[Run], emit: Emit
+        self, stream: Stream, groups: Sequence[Group], runs: Sequence[Run], emit: Emit
     ) -> None:
         """Logits in float32 of the rows that are kept, 64 rows of one kind at a time."""
-        w, sources = self._weights.globals, [*stream.summaries, stream.p]
-        kernels = stream.side.kernels
+        w, kernels = self._weights.globals, stream.side.kernels
+        mix = self._mix(stream, w, "output_attn_res")
         for decode in (True, False):
             parts = _parts([group for group in groups if group.decode == decode])
             wanted = [
@@ -282,12 +295,14 @@ class Model:
             ]
             for i in range(0, len(wanted), ROW_TILE):
                 some = wanted[i : i + ROW_TILE]
-                rows = torch.tensor([row for _, _, row in some]).to(stream.side.where)
-                h = self._mix(stream, [s[rows] for s in sources], w, "output_attn_res")
+                rows = [row for _, _, row in some]
+                (index,) = kernels.here(torch.tensor(rows))
+                h = mix([*stream.sealed.picked(index), stream.p[index]])
                 x = kernels.rms_norm(h, w.vector("norm.weight"), self.spec.eps).float()
-                logits = torch.empty(len(some), self.spec.vocab)
+                logits = torch.empty(len(some), self.spec.vocab, device=x.device)
                 for begin, end, weight in self._weights.head_blocks():
                     logits[:, begin:end] = kernels.linear(x, weight, decode)
+                (logits,) = kernels.to_host(logits)
                 for j, (run, position, _) in enumerate(some):
                     emit(run, position, logits[j : j + 1])
 
@@ -302,7 +317,6 @@ def _both(schedule: Schedule, watch: OnRoute) -> OnRoute:
         weights: torch.Tensor,
         scores: torch.Tensor,
     ) -> None:
-        scores = scores.cpu()
         schedule.routed(layer, experts.numpy(), scores.numpy())
         watch(layer, group, experts, weights, scores)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from .budget import state_bytes
 from .config import KDA_CHUNK
 from .errors import UsageError
 from .machine import Machine, default_threads
 from .registry import names
-from .scheduler.plan import Limits, Plan
+from .scheduler.plan import Limits, Plan, Use, use_of
 from .scheduler.schedule import predictor_named
 from .spec import ModelSpec
 
@@ -30,7 +31,9 @@ class Options:
     trunk: str | None = None  # None: as the folder has it
     context: int = 4096
     sessions: int = 1
-    sweep: int = 512
+    held: int = 0  # tokens of the context that are computed already
+    sweep: int | None = None  # tokens; None: as many as make prompt and answer read least
+    answer: int | None = None  # tokens of ``context`` that are decoded; None: as often
     threads: int = field(default_factory=default_threads)
     extra: int = 0  # bytes the caller will keep beside the engine
     kernels: Mapping[str, str] = field(default_factory=dict)  # operator -> backend
@@ -41,6 +44,9 @@ class Options:
     experts_on: str | None = None  # gpu or cpu; None: gpu where there is one
     trunk_on: str | None = None  # gpu, cpu or split:N; None: gpu where there is one
     adaptive: bool = False  # CPU or device for each expert, whichever ends sooner
+    latents: int | None = None  # bytes of RAM for latents; None: all of them where they fit
+    summaries: int | None = None  # bytes of RAM for a sweep's block summaries; None: all of them
+    scratch: Path | None = None  # folder for what does not; None: in the user's cache folder
     prefix_cache: int | None = None  # bytes of shared snapshots; None: as few as prefix_dir needs
     prefix_dir: str | None = None  # where they are written to as well
     prefix_disk: int = PREFIX_DISK  # bytes of them there
@@ -49,6 +55,8 @@ class Options:
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype {self.dtype!r} is not known.", f"Use {' or '.join(DTYPES)}.")
         for name in ("context", "sessions", "sweep", "threads"):
+            if name == "sweep" and self.sweep is None:
+                continue
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}.", "It must be at least 1.")
         known = names("scheduler", "policy")
@@ -59,7 +67,6 @@ class Options:
         if self.threads > most:
             raise UsageError(f"threads is {self.threads}.", f"Use {most} at most on this machine.")
 
-    @property
     def of_a_device(self) -> str:
         """The first option that was given and means nothing without a device; empty if none."""
         given = {
@@ -70,28 +77,37 @@ class Options:
         }
         return next((name for name, value in given.items() if value is not None), "")
 
-    def prefix_bytes(self, spec: ModelSpec) -> int:
-        """Bytes in RAM of snapshots that sessions share.
+    @property
+    def use(self) -> Use | None:
+        """What the engine is for, where nobody has chosen the sweep."""
+        return use_of(self.sweep, self.context - self.held, self.sessions, self.answer)
+
+    def prefix_bytes(self, spec: ModelSpec) -> tuple[int, int]:
+        """Bytes in RAM of snapshots that sessions share, and the same where latents spill.
 
         Raises ``UsageError`` if that is less than the smallest snapshot.
         """
-        if self.prefix_cache is None:
-            return 0 if self.prefix_dir is None else state_bytes(spec, self.dtype, self.context)
         least = state_bytes(spec, self.dtype, KDA_CHUNK)
+        if self.prefix_cache is None:
+            if self.prefix_dir is None:
+                return 0, 0
+            return state_bytes(spec, self.dtype, self.context), least
         if 0 < self.prefix_cache < least or (self.prefix_dir and not self.prefix_cache):
             raise UsageError(
                 f"A prefix cache of {self.prefix_cache:,} bytes holds not one snapshot.",
                 f"Give it {least:,} bytes or more, or leave it out.",
             )
-        return self.prefix_cache
+        return self.prefix_cache, self.prefix_cache
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Who is told what: the plan before anything is loaded, loading, layers, warnings."""
+    """Who is told what: the plan before anything is loaded, loading, kernels that are compiled for
+    a GPU, layers, warnings."""
 
     plan: Callable[[Plan], None] = lambda plan: None
     loading: Callable[[int, int], None] = lambda done, total: None
+    compiling: Callable[[int, int], None] = lambda done, total: None
     layer: Callable[[int, int], None] = lambda layer, layers: None
     warn: Callable[[str], None] = lambda text: None
 
@@ -110,4 +126,6 @@ def limits_of(machine: Machine, options: Options) -> Limits:
         )
     else:
         total = options.ram
-    return Limits(total, options.cache, options.sweep, notes)
+    return Limits(
+        total, options.cache, options.sweep, notes, options.latents, options.summaries, options.use
+    )

@@ -26,7 +26,7 @@ from .paths import show_path
 from .plan_text import lowered, plan_facts, plan_lines
 from .precision import PRECISIONS
 from .rates import Rates, scaled
-from .scheduler.plan import Demand, Limits, Plan, make_plan
+from .scheduler.plan import Demand, Limits, Plan, make_plan, use_of
 from .spec import ModelSpec, TensorSpec
 from .survey import Tensor
 from .tiers.base import Location
@@ -48,13 +48,15 @@ class Ask:
     trunk: str = "bfloat16"
     context: int = 4096
     sessions: int = 1
-    sweep: int = 512
+    sweep: int | None = None
     threads: int = 1
     hit_rate: float | None = None
     packed: bool = False
     vram: int | None = None  #: None: no device
     experts_on: str | None = None
     trunk_on: str | None = None
+    latents: int | None = None
+    summaries: int | None = None
 
 
 class Model(Layout, Protocol):
@@ -217,9 +219,17 @@ def _demand(layout: Model, ask: Ask) -> Demand:
     )
 
 
+def limits_of(ask: Ask) -> Limits:
+    """What the plan has to keep to."""
+    use = use_of(ask.sweep, ask.context, ask.sessions)
+    return Limits(
+        ask.ram, ask.cache, ask.sweep, latents=ask.latents, summaries=ask.summaries, use=use
+    )
+
+
 def plan_of(layout: Model, ask: Ask) -> Plan:
     """The memory plan; raises ``DoesNotFit`` with the missing bytes."""
-    return make_plan(_demand(layout, ask), Limits(ask.ram, ask.cache, ask.sweep))
+    return make_plan(_demand(layout, ask), limits_of(ask))
 
 
 def _setup(layout: Model, ask: Ask, rates: Rates, plan: Plan) -> Setup:
@@ -235,8 +245,8 @@ def advice(
     demands = {trunk: _demand(layout, replace(ask, trunk=trunk)) for trunk in _smaller(ask.trunk)}
     for what, other, faster in _variants(demands[ask.trunk], ask, rates):
         try:
-            limits = Limits(other.ram, other.cache, other.sweep)
-            setup = _setup(layout, other, faster, make_plan(demands[other.trunk], limits))
+            plan = make_plan(demands[other.trunk], limits_of(other))
+            setup = _setup(layout, other, faster, plan)
         except DoesNotFit:
             continue
         step = decode(setup, position=ask.context).seconds
@@ -256,7 +266,7 @@ def _smaller(trunk: str) -> tuple[str, ...]:
 
 def _variants(demand: Demand, ask: Ask, rates: Rates) -> list[tuple[str, Ask, Rates]]:
     """Changes that may help: what, and with which options and rates."""
-    plan = make_plan(demand, Limits(ask.ram, ask.cache, ask.sweep))
+    plan = make_plan(demand, limits_of(ask))
     found: list[tuple[str, Ask, Rates]] = []
 
     def memory(what: str, ram: int, **changes: Any) -> None:
@@ -266,10 +276,10 @@ def _variants(demand: Demand, ask: Ask, rates: Rates) -> list[tuple[str, Ask, Ra
 
     token = demand.top_k * demand.slot
     if len(plan.resident_layers) < len(plan.layer_sizes) or not plan.head_resident:
-        whole = make_plan(demand, Limits(1 << 62, token or None, ask.sweep)).total
+        whole = make_plan(demand, limits_of(replace(ask, ram=1 << 62, cache=token or None))).total
         memory("makes the trunk resident", whole)
     if plan.slots < plan.experts:
-        every = make_plan(demand, Limits(1 << 62, None, ask.sweep)).total
+        every = make_plan(demand, limits_of(replace(ask, ram=1 << 62, cache=None))).total
         double = 2 * ask.ram
         if double < every:
             memory("(twice as much)", double)
@@ -281,7 +291,7 @@ def _variants(demand: Demand, ask: Ask, rates: Rates) -> list[tuple[str, Ask, Ra
     found.append(("memory twice as fast", ask, scaled(rates, ram=2)))
     found.append(("arithmetic twice as fast", ask, scaled(rates, macs=2)))
     wider = min(8 * plan.sweep_rows, ask.context)
-    if wider > plan.sweep_rows:
+    if ask.sweep is not None and wider > plan.sweep_rows:
         found.append((f"sweeps of {wider:,} tokens", replace(ask, sweep=wider), rates))
     return found
 
@@ -327,6 +337,8 @@ def _step_lines(what: str, unit: str, step: Forecast) -> list[str]:
     read = f"{show_size(step.expert_bytes)} of experts"
     if step.trunk_bytes:
         read += f" and {show_size(step.trunk_bytes)} of trunk"
+    if step.scratch_bytes:
+        read += f" and {show_size(step.scratch_bytes)} of scratch files"
     return [
         f"{what}: {_seconds(step.seconds)} {unit}, limited by {step.limit}",
         f"  disk {_seconds(step.disk_seconds)} ({read}), memory {_seconds(step.memory_seconds)}, "

@@ -9,7 +9,7 @@ from .config import show_size
 from .scheduler.plan import Plan
 
 
-def lowered(plan: Plan, cache: int | None, sweep: int) -> list[str]:
+def lowered(plan: Plan, cache: int | None, sweep: int | None) -> list[str]:
     """What was asked for (``cache`` in bytes, ``sweep`` in tokens) and is less in the plan."""
     notes = []
     if cache is not None and not plan.experts:
@@ -19,7 +19,7 @@ def lowered(plan: Plan, cache: int | None, sweep: int) -> list[str]:
             f"--cache {cache:,} is lowered to {plan.slots * plan.slot_bytes:,} bytes, "
             f"{plan.slots:,} experts: more does not fit."
         )
-    if sweep > plan.sweep_rows:
+    if sweep is not None and sweep > plan.sweep_rows:
         notes.append(f"--sweep is lowered to {plan.sweep_rows} tokens: more does not fit.")
     return notes
 
@@ -37,6 +37,8 @@ def plan_facts(plan: Plan, notes: Sequence[str] = ()) -> dict[str, Any]:
         "head_resident": plan.head_resident,
         "sweep_tokens": plan.sweep_rows,
         "place": plan.place,
+        "summaries_in_ram": plan.summaries,
+        "latents": None if plan.latents is None else {"ram": plan.latents, "all": plan.all_latents},
         "device": None if plan.device is None else plan_facts(plan.device),
         "notes": [*plan.notes, *notes],
     }
@@ -54,6 +56,16 @@ def plan_lines(plan: Plan, notes: Sequence[str] = ()) -> list[str]:
     if plan.experts:
         share = 100 * plan.slots / plan.experts
         lines.append(f"  {plan.slots:,} of {plan.experts:,} experts fit ({share:.3g} %)")
+    if plan.latents is not None:
+        lines.append(
+            f"  of {show_size(plan.all_latents)} of latents (at full context) the newest stay in "
+            "RAM; the others go to files in --scratch, and each step reads them"
+        )
+    if plan.summaries is not None:
+        lines.append(
+            "  a part of a sweep's block summaries stays in RAM; the others go to files in "
+            "--scratch, and each layer reads them twice"
+        )
     streamed = len(plan.layer_sizes) - len(plan.resident_layers)
     if streamed:
         size = sum(s for i, s in enumerate(plan.layer_sizes) if i not in plan.resident_layers)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .config import KDA_CHUNK
-from .errors import DoesNotFit
+from .errors import DoesNotFit, ScratchError
 from .prefix_folder import PrefixFolder
 from .state import Ledger, SequenceState
 
@@ -100,6 +100,8 @@ class Prefixes:
                 if not self._kept:
                     return None
                 self._kept.popitem(last=False)
+            except ScratchError:  # latents on disk that cannot be read, or have no room there
+                return None
 
     def clear(self) -> None:
         """Forget all snapshots in RAM."""

@@ -32,6 +32,7 @@ def tier_facts(engine: Engine) -> dict[str, Any]:
             "retries": disk.retries,
             "modes": dict(disk.modes),
         },
+        "scratch": None if engine.spilling is None else engine.spilling.facts(),
     }
 
 
@@ -46,6 +47,7 @@ def kernel_facts(engine: Engine) -> dict[str, Any]:
         "operators": kernels.chosen,
         "placed": None if there is None else there.placed._asdict(),
         "device_operators": None if there is None else there.kernels.chosen,
+        "compile_seconds": 0.0 if there is None else there.compile_seconds,
     }
 
 
@@ -63,7 +65,8 @@ def kernel_line(engine: Engine) -> str:
     layers, head, experts = there.placed
     parts = [f"{layers} of {len(engine.spec.layers)} layers"]
     parts += ["the head"] * head + ["the experts"] * experts
-    return f"{engine.device_line} computes {', '.join(parts)}; the cpu the rest: {cpu}"
+    compiled = f" (compiled in {there.compile_seconds:.1f} s)" if there.compile_seconds else ""
+    return f"{engine.device_line} computes {', '.join(parts)}{compiled}; the cpu the rest: {cpu}"
 
 
 def memory_facts(engine: Engine) -> dict[str, int]:
@@ -92,6 +95,12 @@ def tier_lines(engine: Engine) -> list[str]:
         f"disk: {disk.reads:,} reads ({modes}), {show_size(disk.bytes)}, alignment added "
         f"{show_size(disk.overhead)}"
     )
+    if engine.spilling is not None:
+        lines += [
+            f"{what} on disk: {show_size(c['written_bytes'])} written, "
+            f"{show_size(c['read_bytes'])} of the reads, {c['wait_seconds']:.2f} s waited"
+            for what, c in engine.spilling.facts().items()
+        ]
     memory = memory_facts(engine)
     lines.append(
         f"memory: {show_size(memory['planned'])} planned, {show_size(memory['peak_rss'])} at most"

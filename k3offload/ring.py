@@ -21,9 +21,16 @@ from .fetch import Fetch
 from .kernels.workers import Workers
 from .scheduler.counts import Counts
 from .tiers.base import Cancelled, Priority
+from .tiers.device import DeviceError
 
 Lay = Callable[[int, Any], LayerWeights]  #: a part's number and its memory -> its weights
-Start = Callable[[LayerWeights, Priority], Fetch]  #: what fills weights, not yet begun
+#: A part's number and weights -> what fills them, not yet begun.
+Start = Callable[[int, LayerWeights, Priority], Fetch]
+Urgency = Callable[[], Priority]  #: asked again and again: it may rise meanwhile
+
+
+def demand() -> Priority:
+    return Priority.DEMAND
 
 
 def _one_thread() -> None:
@@ -55,8 +62,9 @@ class Ring:
         self._pool = ThreadPoolExecutor(1, "k3-trunk", _one_thread)
 
     @contextmanager
-    def use(self, key: int) -> Iterator[LayerWeights]:
-        """The weights of part ``key``, valid inside the ``with`` block."""
+    def use(self, key: int, urgency: Urgency = demand) -> Iterator[LayerWeights]:
+        """The weights of part ``key``, valid inside the ``with`` block.  Whoever makes it more
+        urgent meanwhile calls ``hasten``."""
         self.counts.requests += 1
         place = self._place_of(key)
         fetch = None if place is None else self._fetches[place]
@@ -64,16 +72,16 @@ class Ring:
             self.counts.misses += 1
             place = self._room(key)
             assert place is not None, "one part at a time"
-            fetch = self._start(place, key, Priority.DEMAND)
+            fetch = self._start(place, key, urgency())
         elif fetch.ended():
             self.counts.hits += 1
         else:
             self.counts.late += 1
-            fetch.raise_to(Priority.DEMAND)
+        fetch.raise_to(urgency())  # asked once more: it may have risen before the fetch was there
         self._in_use = place
         try:
             self._read_ahead(key)
-            yield self._arrived(place, key, fetch)
+            yield self._arrived(place, key, fetch, urgency)
         finally:
             self._in_use = -1
         self._read_ahead(key)
@@ -85,6 +93,12 @@ class Ring:
         there = fetch is not None and fetch.ended() and not fetch.failed()
         return fetch.weights if there and fetch is not None else None
 
+    def hasten(self, key: int | None) -> None:
+        """Somebody waits for part ``key``, or for all on their way.  From any thread."""
+        for own, fetch in zip(self._keys, self._fetches, strict=True):
+            if fetch is not None and key in (own, None):
+                fetch.raise_to(Priority.DEMAND)
+
     def close(self) -> None:
         """Give up reads under way; nothing writes to the buffers when this returns."""
         for fetch in self._fetches:
@@ -92,13 +106,13 @@ class Ring:
                 fetch.drop()
         self._pool.shutdown()
 
-    def _arrived(self, place: int, key: int, fetch: Fetch) -> LayerWeights:
+    def _arrived(self, place: int, key: int, fetch: Fetch, urgency: Urgency) -> LayerWeights:
         begin = time.perf_counter()
         try:
             try:
                 fetch.wait(self._workers)
-            except (ReadError, Cancelled):
-                if fetch.asked == Priority.DEMAND:
+            except (ReadError, DeviceError, Cancelled):
+                if fetch.asked == Priority.DEMAND or urgency() != Priority.DEMAND:
                     raise
                 # Nobody needed what failed while it was read ahead; now somebody does.
                 fetch = self._start(place, key, Priority.DEMAND)
@@ -134,7 +148,7 @@ class Ring:
         weights = self._laid.get((key, place))
         if weights is None:
             weights = self._laid[key, place] = self._lay(key, self.buffers[place])
-        fetch = self._fetch(weights, priority)
+        fetch = self._fetch(key, weights, priority)
         self._keys[place], self._fetches[place] = key, None
         self._fetches[place] = fetch
         self.counts.bytes += weights.read_bytes

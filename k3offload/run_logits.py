@@ -107,7 +107,7 @@ def write_logits(
     tokens: Sequence[int],
     out: Path,
     *,
-    sweep: int,
+    sweep: int | None,
     decode_from: int | None = None,
     last: int | None = None,
     meter: Meter | None = None,
@@ -119,7 +119,7 @@ def write_logits(
     """
     rows = len(tokens) if last is None else min(last, len(tokens))
     first_kept = len(tokens) - rows
-    if min(sweep, len(tokens)) > engine.plan.sweep_rows:
+    if sweep is None or min(sweep, len(tokens)) > engine.plan.sweep_rows:
         sweep = engine.plan.sweep_rows
     state = engine.new_state()
     with published(out) as file:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import KDA_CHUNK
-from .errors import DoesNotFit, SessionError, UsageError
+from .errors import DoesNotFit, ScratchError, SessionError, UsageError
 from .sampling import Sampling
 from .session_save import Saved, save
 from .state import SequenceState
@@ -157,7 +157,7 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         """A copy of this point to come back to; its bytes count against the plan."""
-        return Snapshot(self.tokens, self.state.copy(), self._logits, self._sampled)
+        return Snapshot(self.tokens, self.engine.copied(self.state), self._logits, self._sampled)
 
     def rewind(self, snapshot: Snapshot) -> None:
         """Back to ``snapshot``, which stays usable.  Also the way out of a lost state."""
@@ -166,13 +166,13 @@ class Session:
         _ = self.state  # a closed session stays closed
         self._state = None  # freed before its replacement is made
         self._forget_marks()
-        self._state = snapshot.state.copy()
+        self._state = self.engine.copied(snapshot.state)
         self._tokens = list(snapshot.tokens)
         self._sampled, self._logits = snapshot.sampled, snapshot.logits
 
     def fork(self) -> Session:
         """An independent session with the same past; full latent blocks are shared."""
-        other = Session(self.engine, self.state.copy())
+        other = Session(self.engine, self.engine.copied(self.state))
         other._tokens, other._sampled = list(self._tokens), self._sampled
         other._logits, other._saved = self._logits, self._saved
         return other
@@ -294,7 +294,9 @@ class Session:
                     )
 
     def _keep(self, position: int, snapshot: SequenceState) -> None:
-        with suppress(DoesNotFit):  # without it going back costs more, and changes nothing else
+        with suppress(
+            DoesNotFit, ScratchError
+        ):  # without it going back costs more, and changes nothing else
             snapshot.take_latents(self.state, position)
             self._kept[position] = snapshot
 

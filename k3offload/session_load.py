@@ -33,7 +33,7 @@ from .session_manifest import (
     zarr_library,
 )
 from .session_save import Saved, blocks_of, state_parts
-from .state import Latents, SequenceState
+from .state import Latents, SequenceState, SpilledLatents
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -51,7 +51,8 @@ def load_session(engine: Engine, path: str | os.PathLike[str]) -> tuple[Session,
     manifest = read_manifest(folder)
     for left in reversed(range(_TRIES)):
         try:
-            return _read(engine, folder, manifest), _differences(engine, manifest)
+            with engine.lock:  # spilled latents have one writer at a time
+                return _read(engine, folder, manifest), _differences(engine, manifest)
         except (SessionError, OSError, KeyError, ValueError, TypeError) as error:
             newer = read_manifest(folder)
             if newer.save == manifest.save or not left:
@@ -122,7 +123,7 @@ def _read(engine: Engine, folder: Path, manifest: Manifest) -> Session:
     return session
 
 
-def _append(latents: Latents, rows: npt.NDArray[Any]) -> None:
+def _append(latents: Latents | SpilledLatents, rows: npt.NDArray[Any]) -> None:
     """``rows``: as the file has them, unsigned numbers of the latents' size."""
     if rows.size:
         latents.append(torch.from_numpy(rows).view(latents.dtype).view(-1, latents.width))

@@ -41,7 +41,7 @@ from .session_manifest import (
     sync,
     zarr_library,
 )
-from .state import Latents, SequenceState
+from .state import Latents, SequenceState, SpilledLatents
 
 if TYPE_CHECKING:
     from .session import Session
@@ -249,7 +249,7 @@ def state_parts(state: SequenceState) -> list[torch.Tensor]:
     return [part for layer in state.kda for part in (state.kda[layer], state.conv[layer])]
 
 
-def _rows(latents: Latents, start: int, end: int) -> Iterator[Bytes]:
+def _rows(latents: Latents | SpilledLatents, start: int, end: int) -> Iterator[Bytes]:
     """Rows ``start`` to before ``end`` as bytes, block by block."""
     while start < end:
         block, first = divmod(start, LATENT_BLOCK)

@@ -2,21 +2,26 @@
 
 The KDA state is constant in size and cannot be cut back, so going back needs a copy.  Latents
 grow by blocks of 256 tokens; a full block never changes again, so copies share it.  Every byte is
-charged to the engine's ledger before it is allocated.
+charged to the engine's ledger before it is allocated.  Where latents spill, the ledger has the one
+block of a layer that is not full, and the full ones belong to ``tiers/spill.py``.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
 from .config import KDA_CHUNK, LATENT_BLOCK, show_size
-from .errors import DoesNotFit, SessionError
+from .errors import DoesNotFit, ScratchError, SessionError
+from .kernels.pieces import Pieces
 from .spec import ModelSpec
+from .tiers.base import Buffer
+from .tiers.spill import Block, Spill, SpillArray
 
 
 class Ledger:
@@ -56,10 +61,12 @@ class Ledger:
 
 
 class Home(NamedTuple):
-    """Where a layer's state lives, and the ledger of the bytes there."""
+    """Where a layer's state lives, the ledger of the bytes there, and where its full latent blocks
+    go if they do not all stay there."""
 
     where: torch.device
     ledger: Ledger
+    spill: Spill[torch.Tensor] | None = None
 
 
 _SERIALS = itertools.count()
@@ -116,6 +123,10 @@ class Latents:
         """Block ``index`` as it lies, [256, width]; rows beyond ``length`` may hold anything."""
         return self._blocks[index].data
 
+    def pieces(self) -> Pieces:
+        """All blocks that hold tokens, for attention."""
+        return [[block.data for block in self._blocks[: self.blocks]]]
+
     @property
     def serials(self) -> list[int]:
         """One number for each block: blocks of the same number share their rows."""
@@ -140,6 +151,86 @@ class Latents:
         return other
 
 
+class SpilledLatents:
+    """As ``Latents``, but for full blocks, of which only the newest are sure to be in RAM."""
+
+    def __init__(self, home: Home, width: int, dtype: torch.dtype) -> None:
+        assert home.spill is not None
+        self.width, self.dtype, self.spill = width, dtype, home.spill
+        self._array: SpillArray | None = None  # of the own full blocks
+        self._full: list[Block] = []
+        self._open = _Block(home, width, dtype)  # the block that is not full
+        self._serials = [self._open.serial]  # of all blocks
+        self.length = 0
+
+    def append(self, rows: torch.Tensor) -> None:
+        """Add ``rows`` [n, width] after the last token.  Raises ``ScratchError``."""
+        done = 0
+        while done < rows.shape[0]:
+            at = self.length % LATENT_BLOCK
+            n = min(LATENT_BLOCK - at, rows.shape[0] - done)
+            self._open.data[at : at + n] = rows[done : done + n]
+            done += n
+            self.length += n
+            if at + n == LATENT_BLOCK:
+                self._array = self._array or self.spill.array("latents", self.length - LATENT_BLOCK)
+                self._full.append(self._array.append(_bytes(self._open.data)))
+                self._serials.append(next(_SERIALS))
+
+    def reserve(self, count: int) -> None:
+        """The open block is there; ``SequenceState`` asks for the others of all layers at once."""
+
+    def release(self) -> None:
+        """Nothing was reserved."""
+
+    def filled_by(self, count: int) -> int:
+        """Blocks that ``count`` more tokens fill."""
+        return (self.length % LATENT_BLOCK + count) // LATENT_BLOCK
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that hold tokens."""
+        return -(-self.length // LATENT_BLOCK)
+
+    def rows(self, index: int) -> torch.Tensor:
+        """A copy of block ``index``, or the open one as it lies, [256, width]; rows beyond
+        ``length`` may hold anything.  Raises ``ScratchError``."""
+        if index == len(self._full):
+            return self._open.data
+        return self.spill.view(self.spill.copy(self._full[index]))
+
+    def pieces(self) -> Pieces:
+        """All blocks that hold tokens, for attention.  Raises ``ScratchError`` on the way."""
+        tail = [self._open.data] if self.length % LATENT_BLOCK else []
+        return self.spill.pieces(self._full, tail)
+
+    @property
+    def serials(self) -> list[int]:
+        """One number for each block: blocks of the same number share their rows."""
+        return self._serials[: self.blocks]
+
+    def copy(self, home: Home, length: int, borrow: bool = True) -> SpilledLatents:
+        """An independent copy of the first ``length`` rows, living at ``home``, which has the same
+        spill.  Full blocks are shared: no ledger pays for them.  Raises ``ScratchError``."""
+        assert home.spill is self.spill
+        other, full = SpilledLatents(home, self.width, self.dtype), length // LATENT_BLOCK
+        other._full, other.length = self._full[:full], full * LATENT_BLOCK
+        other._serials[:0] = self._serials[:full]
+        if rest := length % LATENT_BLOCK:
+            other.append(self.rows(full)[:rest])
+        return other
+
+    def drop(self) -> None:
+        """Let go of the full blocks: the state is lost, and others may need the room."""
+        self._full.clear()
+
+
+def _bytes(block: torch.Tensor) -> Buffer:
+    """The memory of ``block``, which lies in RAM."""
+    data: Buffer = block.view(-1).view(torch.uint8).numpy()
+    return data
+
+
 HomeOf = Callable[[int], Home]  #: of a layer
 
 
@@ -157,6 +248,7 @@ class SequenceState:
         self.cold = True  # all of it was prefilled, and never cut inside a chunk
         self._marks: list[_Mark] = []
         self.broken: str | None = None  # why the state cannot be used any more
+        self.failed: ScratchError | None = None  # what it lost in the sweep under way
         here = Home(torch.device("cpu"), ledger)
         self._home_of = home_of = home_of or (lambda layer: here)
         kda, mla = spec.kda, spec.mla
@@ -175,9 +267,11 @@ class SequenceState:
             layer: torch.zeros(3, kda.conv - 1, kda.width, dtype=dtype, device=home_of(layer).where)
             for layer in spec.kda_layers
         }
-        self.latents = {
-            layer: Latents(home_of(layer), mla.latent, dtype) for layer in spec.mla_layers
-        }
+        self.latents: dict[int, Latents | SpilledLatents] = {}
+        for layer in spec.mla_layers:
+            home = home_of(layer)
+            kind = Latents if home.spill is None else SpilledLatents
+            self.latents[layer] = kind(home, mla.latent, dtype)
 
     @property
     def nbytes(self) -> int:
@@ -198,8 +292,12 @@ class SequenceState:
     def reserve(self, count: int) -> None:
         """Make room for ``count`` more tokens in all layers, before a sweep changes anything.
 
-        Raises ``DoesNotFit``, and then holds no more than before.
+        Raises ``DoesNotFit``, or ``ScratchError`` where no room is left on disk, and then holds no
+        more than before.
         """
+        spilled = [la for la in self.latents.values() if isinstance(la, SpilledLatents)]
+        if spilled:
+            spilled[0].spill.check(sum(latents.filled_by(count) for latents in spilled))
         try:
             for latents in self.latents.values():
                 latents.reserve(count)
@@ -212,6 +310,18 @@ class SequenceState:
         """``count`` more tokens are computed, as a decode run or as a prompt's."""
         self.cold = self.cold and not decode and self.position % KDA_CHUNK == 0
         self.position += count
+
+    @contextmanager
+    def losing(self) -> Iterator[None]:
+        """What the block cannot write to scratch files or read back ends this sequence alone: the
+        sweep goes on for others, and sees it in ``failed``."""
+        try:
+            yield
+        except ScratchError as error:
+            self.failed = error.with_traceback(None)
+            for latents in self.latents.values():
+                if isinstance(latents, SpilledLatents):
+                    latents.drop()
 
     def copy(self) -> SequenceState:
         """An independent copy; full latent blocks are shared since they never change."""

@@ -78,5 +78,5 @@ def _attention(dtype: torch.dtype, kernels: Kernels) -> None:
         kernels.mixer(MixerRows([some] * 3, some, beta, some), tails, state, fixed, decode)
     up = DenseWeight(torch.ones(2 * SIZE, 32, dtype=torch.bfloat16))
     block, q = torch.ones(LATENT_BLOCK, 48, dtype=dtype), torch.ones(SIZE, 2, 48, dtype=dtype)
-    kernels.mla_prefill([Query(q, 0)], [block], SIZE, up, 32, 32, 1.0)
-    kernels.mla_decode(q[0], [block], SIZE, up, 32, 32, 1.0)
+    kernels.mla_prefill([Query(q, 0)], [[block]], SIZE, up, 32, 32, 1.0)
+    kernels.mla_decode(q[0], [[block]], SIZE, up, 32, 32, 1.0)

@@ -24,7 +24,7 @@ from .kernels.linear_reference import DenseWeight, Weight
 from .kernels.mxfp4 import Mxfp4Weight
 from .kernels.workers import Workers
 from .layout import EMBED, HEAD, arena_size, head_buffers, head_cuts, head_tensors, rows_of
-from .ring import Ring
+from .ring import Ring, Urgency, demand
 from .scheduler.counts import Counts
 from .scheduler.plan import Plan
 from .tiers.base import Buffer, Location, PageId, Priority
@@ -93,11 +93,15 @@ class Weights:
             self._head_held = self._read(-1, self._head)
         progress(total, total)
 
-    def memory(self) -> list[Buffer]:
-        """Where layers lie, or pass through, in RAM: what copies to a device come from."""
-        held = [weights.arena for weights in self._resident.values()]
-        ring = self._ring.buffers if self._ring is not None else []
-        return [some for some in (*held, *ring) if not isinstance(some, torch.Tensor)]
+    def memory(self, layers: int, head: bool) -> list[Buffer]:
+        """Where the first ``layers`` layers, and the head, lie or pass through in RAM: what copies
+        to a device come from."""
+        held = [weights.arena for index, weights in self._resident.items() if index < layers]
+        held += self._ring.buffers if self._ring is not None and layers else []
+        if head:
+            held += [self._head_held.arena] if self._head_held is not None else []
+            held += self._head_ring.buffers if self._head_ring is not None else []
+        return [some for some in held if not isinstance(some, torch.Tensor)]
 
     @property
     def trunk_bytes(self) -> int:
@@ -114,16 +118,26 @@ class Weights:
     # ---- layers ----
 
     @contextmanager
-    def layer(self, index: int) -> Iterator[LayerWeights]:
-        """The weights of layer ``index``, valid inside the ``with`` block."""
+    def layer(self, index: int, urgency: Urgency = demand) -> Iterator[LayerWeights]:
+        """The weights of layer ``index``, valid inside the ``with`` block; see ``Ring.use``."""
         if index in self._resident:
             self.counts.requests += 1
             self.counts.hits += 1
             yield self._resident[index]
             return
         assert self._ring is not None
-        with self._ring.use(index) as weights:
+        with self._ring.use(index, urgency) as weights:
             yield weights
+
+    def hasten(self, layer: int) -> None:
+        """Somebody waits for ``layer``, which is being read for a device."""
+        if self._ring is not None:
+            self._ring.hasten(layer)
+
+    def hasten_head(self, number: int) -> None:
+        """As ``hasten``, for a block of the head."""
+        if self._head_ring is not None:
+            self._head_ring.hasten(number)
 
     def holds(self, index: int) -> bool:
         """Whether layer ``index`` stays in RAM."""
@@ -144,7 +158,7 @@ class Weights:
         tensors = self._checkpoint.trunk(layer)
         return LayerWeights(layer, tensors, self._precision, arena, self.spec)
 
-    def _fetch(self, weights: LayerWeights, priority: Priority) -> Fetch:
+    def _fetch(self, key: int, weights: LayerWeights, priority: Priority) -> Fetch:
         return Fetch(weights, self._disk, priority)
 
     def _read(self, layer: int, tensors: Sequence[Tensor]) -> LayerWeights:
@@ -175,40 +189,79 @@ class Weights:
     def head_blocks(self) -> Iterator[tuple[int, int, Weight]]:
         """One pass over the head: (first row, end row, weight) in blocks of whole weight tiles.
         A weight is valid until the next block is asked for."""
-        counts = self.head_counts
-        counts.requests += 1
+        self.begin_head()
         if self._head_held is not None:
-            counts.hits += 1
             if not self._blocks:
-                name = EMBED if self._tied else HEAD
                 for begin, end in self._cuts:
-                    self._blocks.append((begin, end, self._head_held.rows(name, begin, end)))
+                    self._blocks.append((begin, end, self.head_rows(self._head_held, begin, end)))
             yield from self._blocks
             return
-        assert self._head_ring is not None
-        counts.misses += 1
         for number, (begin, end) in enumerate(self._cuts):
-            with self._head_ring.use(number) as block:
-                counts.bytes = self._head_ring.counts.bytes
-                counts.wait_seconds = self._head_ring.counts.wait_seconds
-                yield begin, end, block.matrix(EMBED if self._tied else HEAD)
+            with self.head_block(number) as (block, _):
+                yield begin, end, self.head_matrix(block)
+
+    def begin_head(self) -> None:
+        """Count a pass over the head."""
+        self.head_counts.requests += 1
+        self.head_counts.hits += self._head_held is not None
+        self.head_counts.misses += self._head_held is None
+
+    @contextmanager
+    def head_block(
+        self, number: int, urgency: Urgency = demand
+    ) -> Iterator[tuple[LayerWeights, int]]:
+        """Weights in RAM that hold block ``number`` of the head, and its first row there; valid
+        inside the ``with`` block."""
+        if self._head_held is not None:
+            yield self._head_held, self._cuts[number][0]
+            return
+        ring = self._head_ring
+        assert ring is not None
+        with ring.use(number, urgency) as block:
+            self.head_counts.bytes = ring.counts.bytes
+            self.head_counts.wait_seconds = ring.counts.wait_seconds
+            yield block, 0
+
+    @property
+    def head_cuts(self) -> Sequence[tuple[int, int]]:
+        """First row and end row of each block of the head."""
+        return self._cuts
+
+    def head_bytes(self, number: int | None) -> int:
+        """Bytes of block ``number`` of the head, or of all of it, in memory."""
+        cut = (0, self.spec.vocab) if number is None else self._cuts[number]
+        return arena_size([rows_of(tensor, *cut) for tensor in self._head], self._precision)
+
+    def head_laid_in(self, number: int | None, arena: Memory) -> LayerWeights:
+        """Block ``number`` of the head, or all of it, in ``arena``, which holds nothing of it."""
+        tensors = self._head
+        if number is not None:
+            tensors = [rows_of(tensor, *self._cuts[number]) for tensor in self._head]
+        return LayerWeights(-1, tensors, self._precision, arena, self.spec)
+
+    def head_matrix(self, block: LayerWeights) -> Weight:
+        """The weight that a block of the head is."""
+        return block.matrix(EMBED if self._tied else HEAD)
+
+    def head_rows(self, head: LayerWeights, begin: int, end: int) -> Weight:
+        """Rows ``begin:end`` of the whole ``head``."""
+        return head.rows(EMBED if self._tied else HEAD, begin, end)
 
     def _stream_head(self) -> None:
-        def lay(number: int, arena: Buffer) -> LayerWeights:
-            tensors = [rows_of(tensor, *self._cuts[number]) for tensor in self._head]
-            return LayerWeights(-1, tensors, self._precision, arena, self.spec)
-
         buffers = [Slab(n).bytes for n in head_buffers(self._checkpoint, self._precision)]
         order = range(len(self._cuts))
-        self._head_ring = Ring(order, buffers, lay, self._fetch, Counts(), self._workers)
+        self._head_ring = Ring(
+            order, buffers, self.head_laid_in, self._fetch, Counts(), self._workers
+        )
 
     # ---- experts: bytes in a slot -> weights ----
 
     def expert(self, page: PageId, buffer: Memory) -> Expert:
         """Gate, up and down weights of the expert whose page lies in the slot ``buffer``.
 
-        They are made, and their scales checked, once for each page that comes to a slot, not each
-        time it is used: both take as long as a few percent of the page's arithmetic."""
+        They are made, and their scales checked, once for each page that comes to a slot, where it
+        is read from disk by the thread that read it (`arrived`): both take as long as a few percent
+        of the page's arithmetic."""
         if isinstance(buffer, torch.Tensor):
             address = buffer.data_ptr()
         else:
@@ -216,14 +269,21 @@ class Weights:
         known = self._experts.get(address)
         if known is not None and known[0] == page:
             return known[1]
+        return self._arrived(page, buffer, address)
+
+    def arrived(self, page: PageId, buffer: Buffer) -> None:
+        """The page has come to the slot ``buffer``.  ``CheckpointError`` if it is damaged."""
+        self._arrived(page, buffer, buffer.__array_interface__["data"][0])
+
+    def _arrived(self, page: PageId, buffer: Memory, address: int) -> Expert:
         self._experts.pop(address, None)
         expert = self._expert(page, buffer)
         self._experts[address] = (page, expert)
         return expert
 
-    def forget(self, buffer: Buffer) -> None:
+    def forget(self, buffer: Memory) -> None:
         """Whatever lay in the slot ``buffer`` is no expert."""
-        self._experts.pop(buffer.__array_interface__["data"][0], None)
+        self._experts.pop(as_bytes(buffer).data_ptr(), None)
 
     def device_pieces(self, page: PageId, buffer: Buffer) -> list[tuple[Buffer, int]]:
         """The pieces of a page in RAM and where each goes in a slot of a device: close together, at

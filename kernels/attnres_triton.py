@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from .rms_norm_triton import inverse_root_mean, together
+from .transfer import tables
 from .triton_round import narrow
-from .triton_run import FUSION, Compiled, Sizes, tables, upcast
+from .triton_run import FUSION, Compiled, Sizes, upcast
 from .triton_weights import aligned
 
 WARPS = 16  #: one row is one program: in decode the only one
@@ -26,7 +27,7 @@ def _entry(table, j, at, real, TYPE: tl.constexpr):
     return tl.load(start + at, mask=real, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "count"])
 def _attnres(
     table, norm, query, out, eps, rows, count,
     ROWS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,

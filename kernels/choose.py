@@ -18,9 +18,11 @@ from ..registry import implementation, names
 from . import mixer, mixer_native, native
 from .experts_reference import Job
 from .glu_reference import Activation
-from .linear_reference import Weight
+from .linear_reference import Bundle, Weight
 from .mixer import MixerRows, MixerWeights
 from .mla_prefill_reference import Query
+from .pieces import Pieces
+from .transfer import fetched, sent
 from .triton_run import interpreted, one_at_a_time
 from .workers import Workers
 
@@ -58,6 +60,7 @@ class Kernels:
         where: torch.device = CPU,
     ) -> None:
         self.workers, self._where = workers, where
+        self.waits = 0  #: times that results were waited for, here or by the host
         self.isa, self.why = _instruction_set(isa)
         self.chosen: dict[str, str] = {}
         functions: dict[str, Callable[..., Any]] = {}
@@ -66,6 +69,8 @@ class Kernels:
         for op, parts in OPS.items():
             backend = self._backend(op, (wanted or {}).get(op))
             module = implementation("kernels", op, backend)
+            if hasattr(module, "linears"):
+                functions["linears"] = module.linears
             for part in parts:
                 functions[part] = getattr(module, part)
                 if backend == TRITON:
@@ -110,9 +115,32 @@ class Kernels:
             return torch.cuda.device(self._where)
         return nullcontext() if self.isa is None else native.using(self.isa)
 
+    def to_host(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """``tensors`` in RAM, waited for together."""
+        self.waits += 1
+        return fetched(tensors)
+
+    def here(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """``tensors`` where these operators compute; nobody waits for what comes from RAM."""
+        if all(tensor.device == self._where for tensor in tensors):
+            return list(tensors)
+        if self._where.type == "cpu":
+            return self.to_host(*tensors)
+        return [t if t.device == self._where else sent(t, self._where) for t in tensors]
+
     def linear(self, x: torch.Tensor, weight: Weight, decode: bool = False) -> torch.Tensor:
         y: torch.Tensor = self._f["linear"](x, weight, self.workers, decode)
         return y
+
+    def linears(
+        self, x: torch.Tensor, bundle: Bundle, decode: bool = False
+    ) -> Sequence[torch.Tensor]:
+        """``linear`` of each weight of ``bundle``, with the same bits."""
+        together = self._f.get("linears")
+        if together is None:
+            return [self.linear(x, weight, decode) for weight in bundle.weights]
+        ys: list[torch.Tensor] = together(x, bundle, self.workers, decode)
+        return ys
 
     def experts(
         self,
@@ -173,7 +201,7 @@ class Kernels:
     def mla_decode(
         self,
         q: torch.Tensor,
-        blocks: Sequence[torch.Tensor],
+        pieces: Pieces,
         length: int,
         up: Weight,
         nope: int,
@@ -182,14 +210,14 @@ class Kernels:
     ) -> torch.Tensor:
         """The attention result [h, v] of one decode token."""
         y: torch.Tensor = self._f["mla_decode"](
-            q, blocks, length, up, nope, v, scale, self.workers
+            q, pieces, length, up, nope, v, scale, self.workers
         )[0]
         return y
 
     def mla_prefill(
         self,
         queries: Sequence[Query],
-        blocks: Sequence[torch.Tensor],
+        pieces: Pieces,
         length: int,
         up: Weight,
         nope: int,
@@ -198,7 +226,7 @@ class Kernels:
     ) -> list[torch.Tensor]:
         """The attention results [n, h, v] of prompt rows of one sequence."""
         ys: list[torch.Tensor] = self._f["mla_prefill"](
-            queries, blocks, length, up, nope, v, scale, self.workers
+            queries, pieces, length, up, nope, v, scale, self.workers
         )
         return ys
 

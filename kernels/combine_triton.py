@@ -14,7 +14,7 @@ from .workers import Workers
 PIECE, WARPS = 256, 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _combine(
     x, at, weights, out, rows,
     ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PIECE: tl.constexpr,

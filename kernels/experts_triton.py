@@ -29,7 +29,6 @@ from .glu_reference import Activation
 from .linear_triton import (
     DECODE_ROWS,
     MANY,
-    STAGES,
     accumulate,
     decode_blocks,
     factor_of,
@@ -56,9 +55,9 @@ from .triton_weights import (
     x_in_words,
     x_kind,
 )
+from .tuning import tuned
 from .workers import Workers
 
-TILE_STAGES = 3
 POINTEES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "i8": tl.int8,
             "u8": tl.uint8}  # fmt: skip
 
@@ -277,7 +276,10 @@ def _decode(
     tile = MANY if upcast else decode_rows(gate.kind)
     table, kept = table_of(jobs, taken, True, tile, x.device)
     inner = torch.empty(len(out), gate.n, dtype=x.dtype, device=x.device)
-    fixed = {"ROWS": tile, "STAGES": STAGES, "UPCAST": upcast, "num_warps": 4, **triton_run.FUSION}
+    fixed = {
+        "ROWS": tile, "STAGES": tuned(x.device).decode_stages, "UPCAST": upcast, "num_warps": 4,
+        **triton_run.FUSION,
+    }  # fmt: skip
     words, xs = kept[0].shape[1], x_in_words(x, gate.kind)
     blocks = up_blocks(gate.n, words)
     _up[(table.tile_count, -(-gate.n // blocks["BN"]))](
@@ -307,7 +309,10 @@ def _prompt(
     upcast = triton_run.upcast()
     table, _kept = table_of(jobs, taken, False, prompt_tile(gate.kind)["BM"], x.device)
     inner = torch.empty(len(out), gate.n, dtype=x.dtype, device=x.device)
-    fixed = {"UPCAST": upcast, "num_warps": 4, "num_stages": TILE_STAGES, **triton_run.FUSION}
+    fixed = {
+        "UPCAST": upcast, "num_warps": 4, "num_stages": tuned(x.device).tile_stages,
+        **triton_run.FUSION,
+    }  # fmt: skip
     blocks = tile_blocks(prompt_tile(gate.kind), gate.n, gate.k)
     _up_tiles[(table.tile_count, -(-gate.n // blocks["BN"]))](
         aligned(x), table.data, inner, table.tiles, table.rows, gate.n, gate.k, KIND=gate.kind,
@@ -351,7 +356,8 @@ def _launches(kind: int, sizes: Sizes) -> Iterator[Compiled]:
     """Both launches of both families for weights of ``kind``."""
     act = {"SITU": True, "CAP": True}
     scale = {"SCALE": _scale(kind), "KIND": kind, "UPCAST": False}
-    decode = {**scale, "X_KIND": BF16, "ROWS": decode_rows(kind), "STAGES": STAGES}
+    decode = {**scale, "X_KIND": BF16, "ROWS": decode_rows(kind)}
+    decode["STAGES"] = tuned(torch.device("cpu")).decode_stages
     tiles = {**scale, "DATA": POINTEES[TYPES[kind]], **prompt_tile(kind)}
     per = COLUMNS[kind]
     up, down = up_blocks(sizes.inner, sizes.latent // per), decode_blocks(sizes.latent, 1)
@@ -371,7 +377,8 @@ def _launch(
     signature = {"x": x, "table": "*i64", "out": "*bf16", **dict.fromkeys(numbers, "i32")}
     signature |= dict.fromkeys(floats, "fp32") | dict.fromkeys(constants, "constexpr")
     sizes = tuple(n for n in numbers if n not in ("tiles", "rows"))
+    stages = 1 if decode else tuned(torch.device("cpu")).tile_stages
     return Compiled(
         f"experts-{name}-{TYPES[kind]}", kernel, signature, constants, 4,
-        1 if decode else TILE_STAGES, decode, ("x", "table", "out", *sizes),
+        stages, decode, ("x", "table", "out", *sizes),
     )  # fmt: skip

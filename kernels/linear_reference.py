@@ -7,6 +7,7 @@ of 64, the last one filled up with zeros.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -44,6 +45,13 @@ class DenseWeight:
         if part.dtype == dtype and self.aligned:
             return part
         return workers.scratch("weight_tile", (end - begin, self.shape[1]), dtype).copy_(part)
+
+
+class Bundle:
+    """Weights [N_i, K] that are multiplied by the same rows, for `linears`."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = tuple(weights)
 
 
 def linear(x: torch.Tensor, weight: Weight, workers: Workers, decode: bool = False) -> torch.Tensor:

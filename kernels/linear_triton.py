@@ -40,12 +40,11 @@ from .triton_weights import (
     x_in_words,
     x_kind,
 )
+from .tuning import tuned
 from .workers import Workers
 
 DECODE_ROWS = 4  #: decode rows that share one reading of a weight
-STAGES = 4  #: steps of a decode loop that are under way: short weights must hide latency too
 TILE = {"BM": 64, "BN": 128, "BK": 64}  #: of prompts
-TILE_STAGES = 3
 MANY = 64  #: decode rows of a program where it is interpreted
 
 
@@ -306,7 +305,8 @@ def linear(x: torch.Tensor, weight: Weight, workers: Workers, decode: bool = Fal
         blocks = tile_blocks(TILE, n, k)
         _tiles[(-(-rows // blocks["BM"]), -(-n // blocks["BN"]))](
             aligned(x), w.data, w.scale, out, rows, n, k, KIND=w.kind, UPCAST=upcast,
-            num_warps=tile_warps(w.kind), num_stages=TILE_STAGES, **blocks, **triton_run.FUSION,
+            num_warps=tile_warps(w.kind), num_stages=tuned(x.device).tile_stages,
+            **blocks, **triton_run.FUSION,
         )  # fmt: skip
         return out
     x, data = x_in_words(x, w.kind), in_words(w)
@@ -315,7 +315,8 @@ def linear(x: torch.Tensor, weight: Weight, workers: Workers, decode: bool = Fal
     count = MANY if upcast else DECODE_ROWS
     _decode[(-(-rows // count), -(-n // blocks["BN"]))](
         x, data, w.scale, out, rows, n, words, x.shape[1], KIND=w.kind,
-        X_KIND=x_kind(out.dtype, w.kind), ROWS=count, STAGES=STAGES, UPCAST=upcast,
+        X_KIND=x_kind(out.dtype, w.kind), ROWS=count, STAGES=tuned(x.device).decode_stages,
+        UPCAST=upcast,
         num_warps=4, **blocks, **triton_run.FUSION,
     )  # fmt: skip
     return out
@@ -329,12 +330,12 @@ def tile_warps(kind: int) -> int:
 def compiled(sizes: Sizes) -> list[Compiled]:
     """The launches of a model of ``sizes``: both families, each kind of weight that a pack may
     have; the decode family for many rows and for few.  bfloat16 activations."""
-    found = []
+    found, own = [], tuned(torch.device("cpu"))
     for kind, n in ((k, n) for k in (BF16, INT8, MXFP4) for n in (sizes.hidden, sizes.kda_dim)):
         words = sizes.hidden // COLUMNS[kind]
         constants: dict[str, Any] = {
-            "KIND": kind, "X_KIND": BF16, "ROWS": DECODE_ROWS, "STAGES": STAGES, "UPCAST": False,
-            **decode_blocks(n, words),
+            "KIND": kind, "X_KIND": BF16, "ROWS": DECODE_ROWS, "STAGES": own.decode_stages,
+            "UPCAST": False, **decode_blocks(n, words),
         }  # fmt: skip
         signature = {
             "x": "*i64", "weight": "*i64", "scale": f"*{scale_type(kind)}", "out": "*bf16",
@@ -355,5 +356,7 @@ def compiled(sizes: Sizes) -> list[Compiled]:
         }  # fmt: skip
         even = ("x", "weight", "scale", "out", "n", "k")
         name, warps = f"linear-tiles-{TYPES[kind]}", tile_warps(kind)
-        found.append(Compiled(name, _tiles, signature, constants, warps, TILE_STAGES, aligned=even))
+        found.append(
+            Compiled(name, _tiles, signature, constants, warps, own.tile_stages, aligned=even)
+        )
     return found

@@ -4,22 +4,25 @@ latents, blocks merged in order by their running maximum."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 
+from ..config import align_up
 from . import native
 from .c_function import CFunction, dtype_of
 from .linear_reference import DenseWeight, Weight
+from .pieces import Pieces, walk
 from .workers import Workers
 
 SHARING = 16  #: heads that share a reading of the latents at most; MLA_HEADS of native/seq_mla.h
-_CALL = CFunction("k3_mla_decode", "piiiqqqqqqqqfppppp")
+CACHED = 2 << 20  #: bytes of latents at a time; 20 % less work than all at once (see LOG.md)
+BEGINS, ENDS = 1, 2  #: of a piece: the first one, the last one
+_CALL = CFunction("k3_mla_decode", "piiiiqqqqqqqqfpppppp")
 
 
 def mla_decode(
     q: torch.Tensor,
-    blocks: Sequence[torch.Tensor],
+    pieces: Pieces,
     length: int,
     up: Weight,
     nope: int,
@@ -27,30 +30,42 @@ def mla_decode(
     scale: float,
     workers: Workers,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``q`` [h, nope + rope] over ``length`` latents in ``blocks`` of [256, kv_lora + rope].
+    """``q`` [h, nope + rope] over ``length`` latents in ``pieces`` of blocks [256, kv_lora + rope].
 
     ``up`` is [h * (nope + v), kv_lora].  Returns (o [h, v], log-sum-exp of the scores [h]), both
     float32.  Rows of the last block from ``length`` on are never read.
     """
     heads, kv_lora, rope = q.shape[0], up.shape[1], q.shape[1] - nope
-    first = blocks[0]
-    size = first.shape[0]
     assert up.shape[0] == heads * (nope + v), (up.shape, heads, nope, v)
-    assert (len(blocks) - 1) * size < length <= len(blocks) * size, (length, len(blocks))
-    for block in blocks:
-        assert block.shape == (size, kv_lora + rope), block.shape
-        assert block.dtype == first.dtype, block.dtype
-        assert block.is_contiguous()
     q, weight = q.contiguous(), _numbers(up, q.dtype, workers)
-    places = (ctypes.c_void_p * len(blocks))(*(block.data_ptr() for block in blocks))
     out, sums = torch.empty(heads, v), torch.empty(heads)
     each = max(1, min(SHARING, heads // workers.threads))
-    _CALL(
-        native.pool(workers), dtype_of(q), dtype_of(first), dtype_of(weight), heads, each, size,
-        length, nope, rope, v, kv_lora, scale, q.data_ptr(), places, weight.data_ptr(),
-        out.data_ptr(), sums.data_ptr(),
-    )  # fmt: skip
+    state: torch.Tensor | None = None
+    for blocks, first, end, last in walk(_cut(pieces), length):
+        part = BEGINS * (first == 0) | ENDS * last
+        if state is None and not last:
+            numbers = align_up(kv_lora + rope, 16) + align_up(kv_lora, 16) + 2
+            state = torch.empty(heads * numbers)
+        size = blocks[0].shape[0]
+        for block in blocks:
+            assert block.shape == (size, kv_lora + rope), block.shape
+            assert block.is_contiguous()
+        places = (ctypes.c_void_p * len(blocks))(*(block.data_ptr() for block in blocks))
+        _CALL(
+            native.pool(workers), dtype_of(q), dtype_of(blocks[0]), dtype_of(weight), part, heads,
+            each, size, end - first, nope, rope, v, kv_lora, scale, q.data_ptr(), places,
+            weight.data_ptr(), out.data_ptr(), sums.data_ptr(),
+            None if state is None else state.data_ptr(),
+        )  # fmt: skip
     return out, sums
+
+
+def _cut(pieces: Pieces) -> Pieces:
+    """``pieces`` in such as a core's second cache holds: every group of heads reads them all."""
+    for blocks in pieces:
+        step = max(1, CACHED // blocks[0].nbytes)
+        for begin in range(0, len(blocks), step):
+            yield blocks[begin : begin + step]
 
 
 def _numbers(up: Weight, dtype: torch.dtype, workers: Workers) -> torch.Tensor:

@@ -12,21 +12,22 @@ apart into a sum of bfloat16 numbers first (24 and 16 bits), and every product i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
-from .linear_reference import DenseWeight, Weight
+from ..config import LATENT_BLOCK, RANGES
+from .linear_reference import Weight
+from .pieces import Pieces, walk
+from .transfer import tables
 from .triton_round import narrow
-from .triton_run import FUSION, Compiled, Sizes, tables, upcast
-from .triton_weights import aligned
+from .triton_run import FUSION, Compiled, Sizes, upcast
+from .triton_weights import aligned, numbers
+from .tuning import tuned
 from .workers import Workers
 
 SHARING = 16  #: heads that share a reading of the latents: what a tensor core takes
 KEYS = 32  #: latents at a time
-RANGES = 64  #: ranges of one sequence at most: bounds the partial results
 COLUMNS, VALUES = 64, 32  #: of the latent space, of a head's result, that one program computes
 QUERY_PIECES, SHARE_PIECES = 3, 2  #: bfloat16 numbers that stand for a float32 one
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -97,25 +98,33 @@ def _scores(
     return scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end", "each"])
 def _attend(
-    q, lifted, table, sums, tops, totals, heads, length, each, scale,
+    q, lifted, table, sums, tops, totals, heads, first, end, each, scale,
     N: tl.constexpr, R: tl.constexpr, K: tl.constexpr, RP: tl.constexpr, KP: tl.constexpr,
     SIZE: tl.constexpr, SHARING: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     PIECES: tl.constexpr, SHARE_PIECES: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Partial softmax of some heads over range number ``program_id(0)`` of ``each`` blocks."""
-    at = tl.program_id(0).to(tl.int64)
+    """Partial softmax of some heads over a range of ``each`` blocks, as far as the tokens ``first``
+    to ``end`` lie in it; what came before them there is taken up again."""
+    at = (first // (each * SIZE) + tl.program_id(0)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64) * SHARING + tl.arange(0, SHARING)
     real, column = head < heads, tl.arange(0, KP)
+    own = at.to(tl.int32) * each * SIZE
     top = tl.full([SHARING], float("-inf"), tl.float32)
     total = tl.zeros([SHARING], tl.float32)
     result = tl.zeros([SHARING, KP], tl.float32)
-    first = at.to(tl.int32) * each * SIZE
-    for begin in range(first, tl.minimum(first + each * SIZE, length), KEYS):
+    if first > own:
+        before = at * heads + head
+        top = tl.load(tops + before, mask=real, other=float("-inf"))
+        total = tl.load(totals + before, mask=real, other=0.0)
+        earlier = sums + before[:, None] * K + column[None, :]
+        result = tl.load(earlier, mask=real[:, None] & (column[None, :] < K), other=0.0)
+    stop = tl.minimum(own + each * SIZE, end)
+    for begin in range(tl.maximum(own, first), stop, KEYS):
         key = begin % SIZE + tl.arange(0, KEYS)
-        known = begin + tl.arange(0, KEYS) < length
+        known = begin + tl.arange(0, KEYS) < stop
         block = tl.multiple_of(tl.load(table + begin // SIZE).to(tl.pointer_type(TYPE)), 16)
         row = block + key.to(tl.int64) * (K + R)
         scores = scale * _scores(
@@ -139,7 +148,7 @@ def _attend(
     tl.store(where, result, mask=real[:, None] & (column[None, :] < K))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ranges"])
 def _merge(
     sums, tops, totals, up, out, lse, heads, ranges,
     N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, VALUES: tl.constexpr,
@@ -171,16 +180,6 @@ def padded(n: int) -> int:
     return max(16, int(triton.next_power_of_2(n)))
 
 
-def numbers(up: Weight, dtype: torch.dtype, workers: Workers) -> torch.Tensor:
-    """``up`` [N, K] rounded to ``dtype``, or as it lies where that changes no value."""
-    if isinstance(up, DenseWeight):
-        own = up.tensor.dtype
-        if own == dtype or (own, dtype) == (torch.bfloat16, torch.float32):
-            return up.tensor.contiguous()
-        return up.tensor.to(dtype).contiguous()
-    return up.rows(0, up.shape[0], dtype, workers).contiguous()
-
-
 def blocks_each(blocks: int) -> int:
     """Blocks of one range: a power of two, so that the ranges of any length are at most 64."""
     return int(triton.next_power_of_2(triton.cdiv(blocks, RANGES)))
@@ -188,7 +187,7 @@ def blocks_each(blocks: int) -> int:
 
 def mla_decode(
     q: torch.Tensor,
-    blocks: Sequence[torch.Tensor],
+    pieces: Pieces,
     length: int,
     up: Weight,
     nope: int,
@@ -196,38 +195,41 @@ def mla_decode(
     scale: float,
     workers: Workers,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``q`` [h, nope + rope] over ``length`` latents in ``blocks`` of [256, kv_lora + rope].
+    """``q`` [h, nope + rope] over ``length`` latents in ``pieces`` of blocks [256, kv_lora + rope].
 
     ``up`` is [h * (nope + v), kv_lora].  Returns (o [h, v], log-sum-exp of the scores [h]), both
     float32.  Rows of the last block from ``length`` on are never read.
     """
     heads, k, rope, device = q.shape[0], up.shape[1], q.shape[1] - nope, q.device
-    size, dtype = blocks[0].shape[0], blocks[0].dtype
     assert up.shape[0] == heads * (nope + v), (up.shape, heads, nope, v)
-    assert (len(blocks) - 1) * size < length <= len(blocks) * size, (length, len(blocks))
-    assert all(b.shape == (size, k + rope) and b.dtype == dtype for b in blocks)
-    assert size % KEYS == 0, size
-    held = [aligned(block) for block in blocks]
-    q, weight = q.contiguous(), numbers(up, q.dtype, workers)
-    kind, apart = KINDS[dtype], q.dtype == dtype == torch.bfloat16
-    pieces = QUERY_PIECES if apart else 1
-    shares = SHARE_PIECES if dtype == torch.bfloat16 else 1
-    each = blocks_each(len(blocks))
-    ranges = triton.cdiv(len(blocks), each)
-    lifted = torch.empty(pieces, heads, k, dtype=dtype if apart else torch.float32, device=device)
+    q, weight = q.contiguous(), numbers(up, q.dtype)
+    each = blocks_each(triton.cdiv(length, LATENT_BLOCK))
+    span = each * LATENT_BLOCK
+    ranges = triton.cdiv(length, span)
     sums = torch.empty(ranges, heads, k, device=device)
     tops, totals = torch.empty(2, ranges, heads, device=device).unbind()
     out, lse = torch.empty(heads, v, device=device), torch.empty(heads, device=device)
     rp, kp = padded(rope), padded(k)
-    _lift[(heads, triton.cdiv(k, COLUMNS))](
-        q, weight, lifted, heads, nope, rope, v, k, padded(nope), COLUMNS, pieces, upcast(),
-        num_warps=4, **FUSION,
-    )  # fmt: skip
-    _attend[(ranges, triton.cdiv(heads, SHARING))](
-        q, lifted, tables(held, device), sums, tops, totals, heads, length, each, scale,
-        nope, rope, k, rp, kp, size, SHARING, KEYS, COLUMNS, pieces, shares, kind,
-        upcast() or not apart, upcast(), num_warps=4, num_stages=2, **FUSION,
-    )  # fmt: skip
+    held: list[torch.Tensor] = []  # of earlier pieces the addresses alone stay in the table
+    for blocks, first, end, _ in walk(pieces, length):
+        assert blocks[0].shape == (LATENT_BLOCK, k + rope), blocks[0].shape
+        dtype = blocks[0].dtype
+        apart = q.dtype == dtype == torch.bfloat16
+        query_pieces = QUERY_PIECES if apart else 1
+        if first == 0:
+            kind = dtype if apart else torch.float32
+            lifted = torch.empty(query_pieces, heads, k, dtype=kind, device=device)
+            _lift[(heads, triton.cdiv(k, COLUMNS))](
+                q, weight, lifted, heads, nope, rope, v, k, padded(nope), COLUMNS, query_pieces,
+                upcast(), num_warps=4, **FUSION,
+            )  # fmt: skip
+        held += map(aligned, blocks)
+        _attend[(triton.cdiv(end, span) - first // span, triton.cdiv(heads, SHARING))](
+            q, lifted, tables(held, device), sums, tops, totals, heads, first, end, each, scale,
+            nope, rope, k, rp, kp, LATENT_BLOCK, SHARING, KEYS, COLUMNS, query_pieces,
+            SHARE_PIECES if dtype == torch.bfloat16 else 1, KINDS[dtype], upcast() or not apart,
+            upcast(), num_warps=4, num_stages=tuned(device).attend_stages, **FUSION,
+        )  # fmt: skip
     _merge[(heads, triton.cdiv(v, VALUES))](
         sums, tops, totals, weight, out, lse, heads, ranges, nope, v, k, kp, VALUES,
         num_warps=8, **FUSION,
@@ -245,18 +247,20 @@ def compiled(sizes: Sizes) -> list[Compiled]:
     }  # fmt: skip
     attend = {"q": "*bf16", "lifted": "*bf16", "table": "*i64"}
     attend |= dict.fromkeys(("sums", "tops", "totals"), "*fp32")
-    attend |= dict.fromkeys(("heads", "length", "each"), "i32") | {"scale": "fp32"}
+    attend |= dict.fromkeys(("heads", "first", "end", "each"), "i32") | {"scale": "fp32"}
     attends = {
-        "N": n, "R": r, "K": k, "RP": padded(r), "KP": padded(k), "SIZE": 256, "SHARING": SHARING,
-        "KEYS": KEYS, "COLUMNS": COLUMNS, "PIECES": QUERY_PIECES, "SHARE_PIECES": SHARE_PIECES,
+        "N": n, "R": r, "K": k, "RP": padded(r), "KP": padded(k), "SIZE": LATENT_BLOCK,
+        "SHARING": SHARING, "KEYS": KEYS, "COLUMNS": COLUMNS, "PIECES": QUERY_PIECES,
+        "SHARE_PIECES": SHARE_PIECES,
         "TYPE": tl.bfloat16, "WIDE": False, "UPCAST": False,
     }  # fmt: skip
     merge = dict.fromkeys(("sums", "tops", "totals"), "*fp32") | {"up": "*bf16"}
     merge |= {"out": "*fp32", "lse": "*fp32", "heads": "i32", "ranges": "i32"}
     merges = {"N": n, "V": v, "K": k, "KP": padded(k), "VALUES": VALUES}
+    ahead = tuned(torch.device("cpu")).attend_stages
     return [
         _launch("mla_decode_lift", _lift, lift, lifts, 4, 1),
-        _launch("mla_decode_attend", _attend, attend, attends, 4, 2),
+        _launch("mla_decode_attend", _attend, attend, attends, 4, ahead),
         _launch("mla_decode_merge", _merge, merge, merges, 8, 1),
     ]
 

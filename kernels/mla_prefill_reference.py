@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ..config import HEAD_GROUP, LATENT_BLOCK, ROW_TILE
 from .attend_reference import Partial, attend
 from .linear_reference import Weight
+from .pieces import Piece, Pieces, walk
 from .workers import Workers
 
 
@@ -27,7 +28,7 @@ class Query(NamedTuple):
 
 def mla_prefill(
     queries: Sequence[Query],
-    blocks: Sequence[torch.Tensor],
+    pieces: Pieces,
     length: int,
     up: Weight,
     nope: int,
@@ -35,8 +36,9 @@ def mla_prefill(
     scale: float,
     workers: Workers,
 ) -> list[torch.Tensor]:
-    """``queries`` of one sequence over its ``length`` latents in ``blocks`` [256, kv_lora + rope];
-    ``up`` is [h * (nope + v), kv_lora].  Returns [n, h, v] float32 for each query.
+    """``queries`` of one sequence over its ``length`` latents in ``pieces`` of blocks
+    [256, kv_lora + rope]; ``up`` is [h * (nope + v), kv_lora].  Returns [n, h, v] float32 for each
+    query.
 
     A row sees the latents up to its own position.  Rows from ``length`` on may hold anything.
     """
@@ -47,22 +49,33 @@ def mla_prefill(
         tile[:, : len(query.q)] = query.q.transpose(0, 1)
         padded.append(tile)
     out = [torch.empty(len(query.q), heads, v) for query in queries]
+    so_far: dict[int, list[Partial]] = {}  # group of heads -> softmax of each query
 
-    def task(i: int) -> None:
-        some = slice(i * HEAD_GROUP, min((i + 1) * HEAD_GROUP, heads))
+    def extend(some: slice, piece: Piece, partials: Sequence[Partial]) -> None:
         weight = up.rows(some.start * (nope + v), some.stop * (nope + v), padded[0].dtype, workers)
-        partials = [Partial(some.stop - some.start, ROW_TILE, v) for _ in queries]
         own = [tile[some].float() for tile in padded]
-        for b, block in enumerate(blocks):
-            k, values = _expanded(block, length - b * LATENT_BLOCK, weight, some, nope, v)
+        for b, block in enumerate(piece.blocks, piece.first // LATENT_BLOCK):
+            k, values = _expanded(block, piece.end - b * LATENT_BLOCK, weight, some, nope, v)
             for query, q, partial in zip(queries, own, partials, strict=True):
                 allowed = _causal(query, b)
                 if allowed is not None:
                     attend(q, k, values, allowed, scale, partial)
-        for query, partial, to in zip(queries, partials, out, strict=True):
-            to[:, some] = partial.result()[:, : len(query.q)].transpose(0, 1)
 
-    workers.map(task, -(-heads // HEAD_GROUP))
+    for piece in walk(pieces, length):
+
+        def task(i: int, piece: Piece = piece) -> None:
+            some = slice(i * HEAD_GROUP, min((i + 1) * HEAD_GROUP, heads))
+            partials = so_far.pop(i, None)
+            if partials is None:
+                partials = [Partial(some.stop - some.start, ROW_TILE, v) for _ in queries]
+            extend(some, piece, partials)
+            if not piece.last:
+                so_far[i] = partials
+                return
+            for query, partial, to in zip(queries, partials, out, strict=True):
+                to[:, some] = partial.result()[:, : len(query.q)].transpose(0, 1)
+
+        workers.map(task, -(-heads // HEAD_GROUP))
     return out
 
 

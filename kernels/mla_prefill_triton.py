@@ -14,21 +14,23 @@ import torch
 import triton
 import triton.language as tl
 
-from ..config import LATENT_BLOCK, ROW_TILE
+from ..config import EXPANDED, LATENT_BLOCK, ROW_TILE
 from .linear_reference import Weight
-from .mla_decode_triton import KINDS, SHARE_PIECES, multiply, multiply_shares, numbers, padded
+from .mla_decode_triton import KINDS, SHARE_PIECES, multiply, multiply_shares, padded
 from .mla_prefill_reference import Query
+from .pieces import Pieces, walk
+from .transfer import sent, tables
 from .triton_round import narrow
-from .triton_run import FUSION, Compiled, Sizes, tables, upcast
-from .triton_weights import aligned
+from .triton_run import FUSION, Compiled, Sizes, upcast
+from .triton_weights import aligned, numbers
+from .tuning import tuned
 from .workers import Workers
 
-EXPANDED = 4  #: blocks in the scratch: 50 MB for K3, which a large second cache holds
 KEYS = 64  #: keys at a time
 TILE, STEP = 128, 32  #: of the product that expands: rows and columns, latent columns at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "length"])
 def _expand(
     table, up, kv, first, length, N, C: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr,
@@ -69,7 +71,7 @@ def _block_scores(
     return multiply(extra, e, scores, WIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end", "length"])
 def _attend(
     queries, table, kv, tops, totals, sums, out, heads, first, end, length, scale,
     NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, K: tl.constexpr, NP: tl.constexpr,
@@ -130,7 +132,7 @@ def _attend(
 
 def mla_prefill(
     queries: Sequence[Query],
-    blocks: Sequence[torch.Tensor],
+    pieces: Pieces,
     length: int,
     up: Weight,
     nope: int,
@@ -138,40 +140,51 @@ def mla_prefill(
     scale: float,
     workers: Workers,
 ) -> list[torch.Tensor]:
-    """``queries`` of one sequence over its ``length`` latents in ``blocks`` [256, kv_lora + rope];
-    ``up`` is [h * (nope + v), kv_lora].  Returns [n, h, v] float32 for each query.
+    """``queries`` of one sequence over its ``length`` latents in ``pieces`` of blocks
+    [256, kv_lora + rope]; ``up`` is [h * (nope + v), kv_lora].  Returns [n, h, v] float32 for each
+    query.
 
     A row sees the latents up to its own position.  Rows from ``length`` on may hold anything.
     """
-    (heads, width), k, first = queries[0].q.shape[1:], up.shape[1], blocks[0]
-    dtype, kind, device, rope = queries[0].q.dtype, first.dtype, first.device, width - nope
+    (heads, width), k = queries[0].q.shape[1:], up.shape[1]
+    dtype, device, rope = queries[0].q.dtype, queries[0].q.device, width - nope
     assert up.shape[0] == heads * (nope + v), (up.shape, heads, nope, v)
-    assert all(b.shape == (LATENT_BLOCK, k + rope) and b.dtype == kind for b in blocks)
-    held = [aligned(block) for block in blocks]
-    weight = numbers(up, dtype, workers)
+    weight = numbers(up, dtype)
+    own = tuned(device)
     tiles, counts = [aligned(query.q) for query in queries], [len(q.q) for q in queries]
     last = max(query.start + len(query.q) for query in queries)
     assert last <= length and max(counts) <= ROW_TILE, (last, length, counts)
     place, total = _places(queries, tiles, device), sum(counts)
     out = torch.empty(total, heads, v, device=device)
-    state = len(tiles) * heads * ROW_TILE if last > EXPANDED * LATENT_BLOCK else 1
-    tops, totals, sums = (torch.empty(state * n, device=device) for n in (1, 1, v))
     used = min(EXPANDED, triton.cdiv(last, LATENT_BLOCK))
     kv = torch.empty(used * LATENT_BLOCK, weight.shape[0], dtype=dtype, device=device)
-    table, step = tables(held, device), used * LATENT_BLOCK
-    wide = upcast() or not dtype == kind == weight.dtype == torch.bfloat16
-    for begin in range(0, last, step):
-        rows = triton.cdiv(min(step, last - begin), TILE)
-        _expand[(rows, triton.cdiv(weight.shape[0], TILE))](
-            table, weight, kv, begin, length, weight.shape[0], k + rope, k, LATENT_BLOCK, TILE,
-            STEP, KINDS[kind], wide, upcast(), num_warps=8, num_stages=3, **FUSION,
-        )  # fmt: skip
-        _attend[(len(tiles), heads)](
-            place, table, kv, tops, totals, sums, out, heads, begin, begin + step, length, scale,
-            nope, rope, v, k, padded(nope), padded(rope), padded(v), LATENT_BLOCK, ROW_TILE, KEYS,
-            SHARE_PIECES if dtype == torch.bfloat16 else 1, KINDS[kind], KINDS[dtype], wide,
-            upcast(), num_warps=8, num_stages=1 if wide else 2, **FUSION,
-        )  # fmt: skip
+    held: list[torch.Tensor] = []  # of earlier pieces the addresses alone stay in the table
+    for blocks, first, end, _ in walk(pieces, length):
+        if first >= last:
+            break
+        end = min(end, last)
+        assert blocks[0].shape == (LATENT_BLOCK, k + rope), blocks[0].shape
+        kind, step = blocks[0].dtype, used * LATENT_BLOCK
+        held += map(aligned, blocks)
+        table = tables(held, device)
+        wide = upcast() or not dtype == kind == weight.dtype == torch.bfloat16
+        if first == 0:
+            state = len(tiles) * heads * ROW_TILE if last > min(step, end) else 1
+            tops, totals, sums = (torch.empty(state * n, device=device) for n in (1, 1, v))
+        for begin in range(first, end, step):
+            stop = min(begin + step, end)
+            grid = (triton.cdiv(stop - begin, TILE), triton.cdiv(weight.shape[0], TILE))
+            _expand[grid](
+                table, weight, kv, begin, length, weight.shape[0], k + rope, k, LATENT_BLOCK, TILE,
+                STEP, KINDS[kind], wide, upcast(), num_warps=8, num_stages=own.expand_stages,
+                **FUSION,
+            )  # fmt: skip
+            _attend[(len(tiles), heads)](
+                place, table, kv, tops, totals, sums, out, heads, begin, stop, length, scale,
+                nope, rope, v, k, padded(nope), padded(rope), padded(v), LATENT_BLOCK, ROW_TILE,
+                KEYS, SHARE_PIECES if dtype == torch.bfloat16 else 1, KINDS[kind], KINDS[dtype],
+                wide, upcast(), num_warps=8, num_stages=1 if wide else own.attend_stages, **FUSION,
+            )  # fmt: skip
     return list(torch.split(out, counts))
 
 
@@ -183,7 +196,7 @@ def _places(
     for query, tile in zip(queries, tiles, strict=True):
         rows.append((tile.data_ptr(), query.start, len(tile), before))
         before += len(tile)
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+    return sent(torch.tensor(rows, dtype=torch.int64), device)
 
 
 def compiled(sizes: Sizes) -> list[Compiled]:
@@ -205,7 +218,8 @@ def compiled(sizes: Sizes) -> list[Compiled]:
     }  # fmt: skip
     expand |= dict.fromkeys(expands, "constexpr")
     attend |= dict.fromkeys(attends, "constexpr")
+    own = tuned(torch.device("cpu"))
     return [
-        Compiled("mla_prefill_expand", _expand, expand, expands, 8, 3),
-        Compiled("mla_prefill_attend", _attend, attend, attends, 8, 2),
+        Compiled("mla_prefill_expand", _expand, expand, expands, 8, own.expand_stages),
+        Compiled("mla_prefill_attend", _attend, attend, attends, 8, own.attend_stages),
     ]

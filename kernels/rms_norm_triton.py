@@ -24,7 +24,7 @@ def inverse_root_mean(x, eps, N: tl.constexpr):
     return tl.div_rn(tl.full([], 1.0, tl.float32), tl.sqrt_rn(mean + eps))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x, weight, out, eps, rows,
     ROWS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,

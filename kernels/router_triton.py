@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from .linear_reference import Weight
-from .mla_decode_triton import numbers
 from .rms_norm_triton import together
 from .triton_run import FUSION, Compiled, Sizes, upcast
+from .triton_weights import numbers
 from .workers import Workers
 
 FEW, LONG = 4, 1024  #: a decode program: experts of one row, columns at a time
@@ -21,7 +21,7 @@ TILE, SOME, STEP = 64, 32, 32  #: a prompt program: rows, experts, columns at a 
 LOWEST = -(2**63)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _logits_row(
     x, gate, logits, rows, E,
     ROWS: tl.constexpr, K: tl.constexpr, FEW: tl.constexpr, LONG: tl.constexpr,
@@ -42,7 +42,7 @@ def _logits_row(
     tl.store(where, tl.sum(total, 2), mask=(row[:, None] < rows) & (expert[None, :] < E))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _logits_tile(
     x, gate, logits, rows, E,
     K: tl.constexpr, TILE: tl.constexpr, SOME: tl.constexpr, STEP: tl.constexpr,
@@ -72,7 +72,7 @@ def _in_order(x):
     return tl.where(x == x, bits, 0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _choose(
     scores, bias, experts, weights, scale, rows, ROWS: tl.constexpr, E: tl.constexpr,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, LOWEST: tl.constexpr,
@@ -124,7 +124,7 @@ def router(
     (rows, k), count = x.shape, gate.shape[0]
     assert 0 < top_k <= count and gate.shape[1] == k, (top_k, gate.shape, k)
     x = x.contiguous()
-    weight = numbers(gate, torch.float32, workers)
+    weight = numbers(gate, torch.float32)
     scores = torch.empty(rows, count, device=x.device)
     experts = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(rows, top_k, device=x.device)

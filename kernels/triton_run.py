@@ -1,12 +1,14 @@
 """What Triton kernels share: where they can run, how they are launched and compiled offline.
 
-Imports torch alone: Triton takes a second and a hundred megabytes, so only ``OP_triton.py`` does.
+Triton is not imported here, since it takes a second and a hundred megabytes; ``OP_triton.py`` does.
 
 A kernel runs on a GPU, or in Triton's interpreter on tensors of the CPU when the environment says
 ``TRITON_INTERPRET=1`` before its file is imported.  The interpreter computes bfloat16 wrongly, so
 kernels widen to float32 right after a load; products of bfloat16 tiles are kept behind a constant
 ``UPCAST`` (``upcast()``) that widens both operands when interpreted: exact products summed in
 float32 either way.  Multiply-adds are only fused where a kernel writes ``tl.fma`` (``FUSION``).
+Numbers that differ from sweep to sweep (rows, lengths) are not specialised: each special value
+would be compiled for when it first comes.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ from functools import lru_cache, wraps
 from importlib.util import find_spec
 from threading import Lock
 from typing import Any, Final, NamedTuple
-
-import torch
 
 FUSION: Final = {"enable_fp_fusion": False}  #: an option of every launch: bits by design
 ARCHITECTURES: Final = (80, 86, 89, 90, 120)  #: compute capabilities that are compiled for
@@ -89,8 +89,3 @@ class Compiled(NamedTuple):
     stages: int = 1
     decode: bool = False
     aligned: tuple[str, ...] = ()
-
-
-def tables(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Addresses of ``pieces`` as int64 on ``device``: what a kernel walks through."""
-    return torch.tensor([piece.data_ptr() for piece in pieces], dtype=torch.int64).to(device)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from .int8 import Int8Weight
 from .linear_reference import DenseWeight, Weight
 from .mxfp4 import Mxfp4Weight
+from .transfer import sent
 
 #: Kinds of numbers, as the kernels know them.
 F32, BF16, F16, INT8, MXFP4 = range(5)
@@ -47,6 +48,17 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGN == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def numbers(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """``weight`` [N, K] rounded to ``dtype``, or as it lies where that changes no value.  No
+    precision of the trunk makes codes of what the router and attention use."""
+    if not isinstance(weight, DenseWeight):
+        raise TypeError(f"no Triton kernel for {type(weight).__name__} here")
+    own = weight.tensor.dtype
+    if own == dtype or (own, dtype) == (torch.bfloat16, torch.float32):
+        return weight.tensor.contiguous()
+    return weight.tensor.to(dtype).contiguous()
 
 
 def x_in_words(x: torch.Tensor, kind: int) -> torch.Tensor:
@@ -112,5 +124,4 @@ def table_of(
     for own in taken:
         numbers.extend(own)
     data = torch.frombuffer(numbers, dtype=torch.int64)
-    data = data.clone() if device.type == "cpu" else data.to(device)
-    return Table(data, tiles, rows, (rows - tiles) // 3), kept
+    return Table(sent(data.clone(), device), tiles, rows, (rows - tiles) // 3), kept

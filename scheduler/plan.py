@@ -1,16 +1,52 @@
 """The memory plan: what gets how many bytes, decided once, before anything is loaded.
 
 Pure arithmetic on byte counts.  Order of claims: what cannot be avoided (the interpreter, state,
-working set, one expert slot), then the trunk, then expert slots.  The sum never exceeds the limit.
+working set, one expert slot), then the trunk, then latents where they do not all fit, then expert
+slots.  The sum never exceeds the limit.
+
+Every sweep over a prompt reads the experts that its rows ask for, and the trunk that streams, once:
+the longer the sweep, the fewer of them, and the less memory for what decoding would find in RAM.
+Where it is known how a prompt and its answer will be (`Use`), the sweep is as long as makes both
+together read least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from ..config import ROW_TILE, align_up, show_size
-from ..errors import DoesNotFit
+from ..config import ROW_TILE, SWEEP, align_up, show_size
+from ..errors import DoesNotFit, UsageError
+from .plan_trunk import Trunk, head_buffer, hold_trunk, streamed_bytes
+
+WORTH = 64 << 20  #: bytes of latents that are moved to disk by themselves rather than refused
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Bytes of the latents of all sessions, and of holding only the newest of them in RAM."""
+
+    whole: int  # all of them, as they lie in RAM; part of ``Demand.state``
+    open: int  # blocks that are not full, which never leave RAM
+    carried: int  # what prompt attention keeps from one piece to the next
+    least: int  # slots and buffers without which nothing works
+    good: int  # below which reads are too short to be quick
+
+    def least_cap(self) -> int:
+        """The smallest ``Limits.latents`` that can be kept."""
+        return self.open + self.carried + self.least
+
+
+@dataclass(frozen=True)
+class Summaries:
+    """Bytes of the block summaries of a sweep, and of holding only a part of them in RAM."""
+
+    row: int  # of one row; part of ``Demand.working``
+    least: int  # slots and buffers without which nothing works
+
+
+ANSWER = 256  #: tokens of an answer whose length nobody knows
 
 
 @dataclass(frozen=True)
@@ -31,10 +67,17 @@ class Demand:
     experts: int  # routed experts in all
     top_k: int
     prefixes: int = 0  # snapshots that sequences share
+    prefixes_spilled: int = 0  # the same where latents spill
     extra: int = 0  # what the caller keeps beside the engine
     tables: int = 0  # what the cache policy remembers
     slot_objects: int = 0  # what the engine remembers about the page in a slot
     head_away: bool = False  # a device holds the head; it only passes through here
+    latents: Latents | None = None  # None: there are none, or they cannot be moved to disk
+    summaries: Summaries | None = None  # the same
+    sealed: int = 0  # for summaries that are moved to disk
+    #: bytes of the experts that a sweep of so many rows asks for
+    asked: Callable[[int], float] = lambda rows: 0.0
+    longest: int | None = None  # rows of a sweep that takes longer to compute than to read anyhow
 
     @property
     def place(self) -> int:
@@ -42,14 +85,39 @@ class Demand:
         return self.slot + self.slot_objects
 
 
+class Use(NamedTuple):
+    """What for: a prompt of ``prompt`` tokens, then ``answer`` decoded ones."""
+
+    prompt: int
+    answer: int
+
+
+def use_of(
+    sweep: int | None, context: int, sessions: int = 1, answer: int | None = None
+) -> Use | None:
+    """What for, where nobody has chosen the ``sweep``: ``sessions`` of ``context`` tokens, which
+    share sweeps, ``answer`` of them decoded; if nobody knows, prompts of that length and short
+    answers."""
+    if sweep is not None:
+        return None
+    if answer is None:
+        return Use(sessions * context, min(ANSWER, context // 2))
+    return Use(sessions * max(0, context - answer), answer)
+
+
 @dataclass(frozen=True)
 class Limits:
-    """What the user and the machine allow.  ``cache`` caps the expert slots, ``rows`` a sweep."""
+    """What the user and the machine allow.  ``cache`` caps the expert slots, ``rows`` a sweep,
+    ``latents`` the latents in RAM, ``summaries`` the block summaries of a sweep there.  With
+    ``use`` a sweep may be shorter, and ``rows`` None is no cap."""
 
     total: int
     cache: int | None = None
-    rows: int = 512
+    rows: int | None = SWEEP
     notes: tuple[str, ...] = ()
+    latents: int | None = None
+    summaries: int | None = None
+    use: Use | None = None
 
 
 @dataclass(frozen=True)
@@ -71,35 +139,100 @@ class Plan:
     experts: int
     layer_sizes: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    prefixes: int = 0  # bytes of shared snapshots
     device: Plan | None = None  # of an accelerator's memory
     place: str = "RAM"  # what this plan is of
+    latents: int | None = None  # bytes for the newest ones and for buffers; None: all stay in RAM
+    all_latents: int = 0  # bytes of all of them, where they do not all stay in RAM
+    summaries: int | None = None  # bytes for a part of a sweep's; None: all stay in RAM
+
+    @property
+    def spills(self) -> bool:
+        """Whether a scratch folder is needed."""
+        return self.latents is not None or self.summaries is not None
 
     @property
     def total(self) -> int:
         return sum(size for _, size in self.purposes)
 
 
-@dataclass
-class _Trunk:
-    """One way to hold the trunk: what is resident and what the streamed rest needs."""
-
-    layers: frozenset[int]
-    ring: int
-    count: int  # of buffers of ``ring`` bytes
-    head: bool
-    embed: bool
-    bytes: int  # resident
-    buffers: int = field(default=0)  # rings and head block
-
-
 def make_plan(demand: Demand, limits: Limits) -> Plan:
-    """The plan for ``demand`` under ``limits``; raises ``DoesNotFit`` with the missing bytes."""
-    rows = align_up(max(1, limits.rows), ROW_TILE)
+    """The plan for ``demand`` under ``limits``; raises ``DoesNotFit`` with the missing bytes.
+
+    All latents stay in RAM if they fit there and ``limits.latents`` does not forbid it.  Otherwise
+    the newest of them do, in what the trunk leaves, and the plan says how many.  Block summaries
+    stay in RAM unless ``limits.summaries`` forbids it.
+    """
+    for name, cap, held_ in (
+        ("--latents", limits.latents, demand.latents),
+        ("--summaries", limits.summaries, demand.summaries),
+    ):
+        if cap is not None and held_ is None:
+            raise UsageError(
+                f"{name} has nothing to act on: the model has none, or a GPU's memory holds them.",
+                "Leave it out; --device cpu has everything in RAM.",
+            )
+    demand = _summaries_moved(demand, limits)
+    held, cap = demand.latents, limits.latents
+    if held is None:
+        return _make_plan(demand, limits, 0)
+    refused: DoesNotFit | None = None
+    if cap is None or cap >= held.whole:
+        try:
+            return _make_plan(demand, limits, 0)
+        except DoesNotFit as error:
+            refused = error
+    elif cap < held.least_cap():
+        raise DoesNotFit(
+            f"{cap:,} bytes of latents in RAM are too few: blocks that are not full, the sums of "
+            f"prompt attention and buffers take {held.least_cap():,}.",
+            f"Give --latents {-(-held.least_cap() // 10**6)}M or more, or fewer sessions.",
+            missing=held.least_cap() - cap,
+        )
+    most = held.whole if cap is None else cap - held.open - held.carried
+    if refused is not None and held.whole < WORTH:
+        raise refused
+    state, tiles = demand.state - held.whole + held.open, demand.tiles + held.carried
+    prefixes = demand.prefixes_spilled
+    spilled = replace(demand, state=state, tiles=tiles, prefixes=prefixes)
+    if held.good <= most:
+        try:
+            return _make_plan(spilled, limits, held.good, most)
+        except DoesNotFit:  # with less, perhaps
+            pass
+    return _make_plan(spilled, limits, held.least, most)
+
+
+def _summaries_moved(demand: Demand, limits: Limits) -> Demand:
+    """``demand`` with ``limits.summaries`` bytes for summaries, if a sweep has more of them."""
+    held, cap = demand.summaries, limits.summaries
+    if held is None or cap is None:
+        return demand
+    row = held.row
+    if _lengths(limits, demand.longest)[-1] * row <= cap:
+        return demand
+    if cap < held.least:
+        raise DoesNotFit(
+            f"{cap:,} bytes of block summaries in RAM are too few: buffers take {held.least:,}.",
+            f"Give --summaries {-(-held.least // 10**6)}M or more.",
+            missing=held.least - cap,
+        )
+
+    def working(rows: int) -> int:  # few rows keep them, whatever the plan
+        return demand.working(rows) - max(0, rows - ROW_TILE) * row
+
+    return replace(demand, working=working, sealed=cap)
+
+
+def _make_plan(demand: Demand, limits: Limits, latents: int, most: int = 0) -> Plan:
+    """``latents``: bytes of those that are kept in RAM beside ``demand.state``, at least; as far as
+    there is room ``most``."""
     fixed = demand.base + demand.tiles + demand.staging + demand.small
-    fixed += demand.state + demand.prefixes + demand.extra + demand.tables
+    fixed += demand.state + demand.prefixes + demand.extra + demand.tables + demand.sealed + latents
     one = demand.place if demand.experts else 0
     ring = max(demand.layers, default=0)
-    least = fixed + demand.working(ROW_TILE) + one + ring + _head_buffer(demand)
+    beside = fixed + one + ring + head_buffer(demand)
+    least = beside + demand.working(ROW_TILE)
     if least > limits.total:
         raise DoesNotFit(
             f"The smallest plan needs {least:,} bytes ({show_size(least)}) and "
@@ -108,31 +241,20 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
             f"Give --ram {-(-least // 10**6)}M or more, or fewer tokens (and sessions) at a time.",
             missing=least - limits.total,
         )
-    while (
-        rows > ROW_TILE
-        and fixed + demand.working(rows) + one + ring + _head_buffer(demand) > limits.total
-    ):
-        rows -= ROW_TILE
-    room = limits.total - fixed - demand.working(rows)
-    trunk = _beside_slots(demand, limits, room)
-    free = room - trunk.bytes - trunk.buffers
-    slots = _slots(demand, limits, free)
-    purposes = (
-        ("interpreter, libraries, page index", demand.base),
-        ("decoding tables and weight tiles", demand.tiles),
-        ("read buffers", demand.staging),
-        ("trunk, resident", demand.small + trunk.bytes),
-        ("trunk, streaming buffers", trunk.buffers),
-        ("sequence state and latents", demand.state),
-        ("shared prefixes", demand.prefixes),
-        ("kept for the caller", demand.extra),
-        ("cache policy", demand.tables),
-        (f"working set of a sweep of {rows} tokens", demand.working(rows)),
-        (f"{slots} expert slots", slots * demand.place),
-    )
+    ways = []
+    for rows in _lengths(limits, demand.longest):
+        while rows > ROW_TILE and beside + demand.working(rows) > limits.total:
+            rows -= ROW_TILE
+        room = limits.total - fixed - demand.working(rows)
+        trunk, token = _beside_slots(demand, limits, room)
+        free = room - trunk.bytes - trunk.buffers
+        more = max(0, min(most - latents, free - token * demand.place))
+        slots = _slots(demand, limits, free - more)
+        ways.append((_reads(demand, limits.use, rows, trunk, slots), rows, trunk, slots, more))
+    _, rows, trunk, slots, more = min(ways, key=lambda way: way[:2])
     return Plan(
         limit=limits.total,
-        purposes=purposes,
+        purposes=_purposes(demand, trunk, rows, slots, latents + more),
         resident_layers=trunk.layers,
         embed_resident=trunk.embed,
         head_resident=trunk.head,
@@ -143,27 +265,73 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
         slot_bytes=demand.slot,
         sweep_rows=rows,
         state_bytes=demand.state,
+        prefixes=demand.prefixes,
         experts=demand.experts,
         layer_sizes=tuple(demand.layers),
         notes=limits.notes,
+        latents=latents + more if latents else None,
+        summaries=demand.sealed or None,
+        all_latents=demand.latents.whole if latents and demand.latents else 0,
     )
 
 
-def _beside_slots(demand: Demand, limits: Limits, room: int) -> _Trunk:
-    """The trunk beside the slots of one token's experts, or as many of them as fit; slots that
-    ``limits.cache`` forbids leave their room to the trunk."""
+def _lengths(limits: Limits, longest: int | None) -> list[int]:
+    """Rows of a sweep that are worth a thought, in rising order."""
+    if limits.use is None:
+        return [align_up(max(1, limits.rows or SWEEP), ROW_TILE)]
+    caps = [max(1, limits.use.prompt), limits.rows, longest and max(SWEEP, longest)]
+    most = align_up(min(cap for cap in caps if cap is not None), ROW_TILE)
+    lengths, parts = [most], 1
+    while lengths[0] > SWEEP:  # the prompt in one part, in two, in three, ...
+        parts += -(-parts // 4)
+        lengths.insert(0, max(SWEEP, align_up(-(-most // parts), ROW_TILE)))
+    return lengths
+
+
+def _reads(demand: Demand, use: Use | None, rows: int, trunk: Trunk, slots: int) -> float:
+    """Bytes that the prompt and the answer read from disk; 0 if nobody knows them.  Decoding finds
+    an expert in RAM as often as one lies there; sweeps of a prompt find all of them or none."""
+    if use is None:
+        return 0.0
+    streamed = streamed_bytes(demand, trunk)
+    missing = 1 - slots / demand.experts if demand.experts else 0.0
+    sweeps = -(-use.prompt // rows)
+    whole = demand.asked(rows) if missing else 0.0
+    return sweeps * (streamed + whole) + use.answer * (streamed + missing * demand.asked(1))
+
+
+def _purposes(
+    demand: Demand, trunk: Trunk, rows: int, slots: int, latents: int
+) -> tuple[tuple[str, int], ...]:
+    """Every byte under a name."""
+    return (
+        ("interpreter, libraries, page index", demand.base),
+        ("decoding tables and weight tiles", demand.tiles),
+        ("read buffers", demand.staging),
+        ("trunk, resident", demand.small + trunk.bytes),
+        ("trunk, streaming buffers", trunk.buffers),
+        ("sequence state" if latents else "sequence state and latents", demand.state),
+        ("latents, the newest, and buffers", latents),
+        ("block summaries, a part of them", demand.sealed),
+        ("shared prefixes", demand.prefixes),
+        ("kept for the caller", demand.extra),
+        ("cache policy", demand.tables),
+        (f"working set of a sweep of {rows} tokens", demand.working(rows)),
+        (f"{slots} expert slots", slots * demand.place),
+    )
+
+
+def _beside_slots(demand: Demand, limits: Limits, room: int) -> tuple[Trunk, int]:
+    """The trunk beside the slots of one token's experts, or as many of them as fit, and how many;
+    slots that ``limits.cache`` forbids leave their room to the trunk."""
     slots = min(demand.top_k, demand.experts)
     if limits.cache is not None and slots:
         slots = max(1, min(slots, limits.cache // demand.slot))
     for count in range(slots, min(1, slots) - 1, -1):
-        trunk = _hold_trunk(demand, room - count * demand.place)
+        trunk = hold_trunk(demand, room - count * demand.place)
         if trunk is not None:
-            return trunk
+            return trunk, count
     raise AssertionError("the smallest plan was checked to fit")
-
-
-def _head_buffer(demand: Demand) -> int:
-    return min(demand.head_block, demand.head or demand.embed)
 
 
 def _slots(demand: Demand, limits: Limits, free: int) -> int:
@@ -180,55 +348,3 @@ def _slots(demand: Demand, limits: Limits, free: int) -> int:
             missing=demand.slot - limits.cache,
         )
     return min(most, limits.cache // demand.slot)
-
-
-def _hold_trunk(demand: Demand, room: int) -> _Trunk | None:
-    """The best way to hold the trunk in ``room``; None if none fits.
-
-    Two buffers let the disk read the next layer while one is computed, which is worth more than
-    the layer that a second buffer displaces; one buffer is for where two do not fit.
-    """
-    return _with_buffers(demand, room, 2) or _with_buffers(demand, room, 1)
-
-
-def _with_buffers(demand: Demand, room: int, count: int) -> _Trunk | None:
-    """The way with ``count`` buffers that keeps most bytes of the trunk resident in ``room``.
-
-    The streamed layers take turns in buffers as large as the largest of them, so for each
-    possible buffer size all larger layers must be resident.
-    """
-    best: _Trunk | None = None
-    for ring in sorted({0, *demand.layers}):
-        layers = [i for i, size in enumerate(demand.layers) if size > ring]
-        used = sum(demand.layers[i] for i in layers)
-        rest = [i for i, size in enumerate(demand.layers) if size <= ring]
-        for head in (False,) if demand.head_away else (True, False):
-            buffers = count * ring + (0 if head else _head_buffer(demand))
-            resident = used + ((demand.head or demand.embed) if head else 0)
-            if resident + buffers > room:
-                continue
-            way = _Trunk(frozenset(layers), ring, count, head, False, resident, buffers)
-            _fill(way, demand, rest, room)
-            if best is None or way.bytes > best.bytes:
-                best = way
-    return best
-
-
-def _fill(way: _Trunk, demand: Demand, rest: list[int], room: int) -> None:
-    """Make more layers resident, largest first, then the embedding, as far as ``room`` goes."""
-    layers = set(way.layers)
-    for i in sorted(rest, key=lambda i: (-demand.layers[i], i)):
-        if way.bytes + way.buffers + demand.layers[i] <= room:
-            layers.add(i)
-            way.bytes += demand.layers[i]
-    streamed = set(range(len(demand.layers))) - layers
-    if len(streamed) <= way.count:  # a buffer for each of them is the layer's own place
-        layers |= streamed
-        way.bytes += sum(demand.layers[i] for i in streamed)
-        way.buffers -= way.count * way.ring
-        way.ring = way.count = 0
-    way.layers = frozenset(layers)
-    tied = way.head and not demand.head
-    way.embed = tied or way.bytes + way.buffers + demand.embed <= room
-    if way.embed and not tied:
-        way.bytes += demand.embed

@@ -35,7 +35,7 @@ Batch = list[tuple[PageId, Any]]
 class _Lease:
     """One caller's walk: what it still has to get and what it holds."""
 
-    def __init__(self, pages: Sequence[PageId], priority: Priority) -> None:
+    def __init__(self, pages: Iterable[PageId], priority: Priority) -> None:
         self.priority = priority
         self.thread = threading.get_ident()
         self.ready: deque[PageId] = deque()  # pinned, resident, not yet handed out
@@ -125,7 +125,7 @@ class ExpertStore:
         or the end of the block; then reads of this lease alone that have not begun are dropped.
         Raises the tier's ``ReadError``, or ``SlotsExhausted`` if this thread itself holds all.
         """
-        lease = _Lease(sorted(set(pages), key=self._tier.order), priority)
+        lease = _Lease(dict.fromkeys(pages), priority)
         walk = self._walk(lease, most)
         try:
             with self._change:
@@ -169,13 +169,11 @@ class ExpertStore:
 
     def _take_present(self, lease: _Lease) -> None:
         """Pin all pages that are resident or loading before any page is evicted."""
-        absent: deque[PageId] = deque()
+        absent = [page for page in lease.wanted if page not in self._slot]
         for page in lease.wanted:
             if page in self._slot:
                 self._take(page, lease)
-            else:
-                absent.append(page)
-        lease.wanted = absent
+        lease.wanted = deque(sorted(absent, key=self._tier.order))
 
     def _take(self, page: PageId, lease: _Lease) -> None:
         """A request for a page that has a slot: a hit, or late if it is still loading."""

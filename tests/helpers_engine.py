@@ -23,11 +23,13 @@ from k3offload import cli
 from k3offload.checkpoint import Checkpoint
 from k3offload.engine import Engine
 from k3offload.errors import DoesNotFit
+from k3offload.loading import load
 from k3offload.make_tiny import make_tiny
 from k3offload.model import Run
 from k3offload.run_logits import spans
 from k3offload.scheduler.plan import Demand, Limits, Plan, make_plan
 from k3offload.session import Session
+from k3offload.tiers.device_fake import FakeDevice
 from tests.oracle import Oracle, Result
 
 Logits = NDArray[np.float32]
@@ -141,6 +143,13 @@ def starve(monkeypatch: pytest.MonkeyPatch, extra: int = 0) -> None:
         return make_plan(demand, dataclasses.replace(limits, total=total))
 
     monkeypatch.setattr(k3offload.engine, "make_plan", tight)
+
+
+def least_vram(folder: Path | str, **given: Any) -> int:
+    """Bytes of the smallest plan of a device, as the planner itself says."""
+    with pytest.raises(DoesNotFit) as refusal:
+        load(folder, device=FakeDevice(1 << 30), vram=0, **given)
+    return refusal.value.missing
 
 
 def expert_bytes(folder: Path) -> int:

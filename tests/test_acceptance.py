@@ -91,6 +91,8 @@ def test_peak_is_within_the_plan(generated: dict[str, Any]) -> None:
     assert len(plan["resident_layers"]) < LAYERS and not plan["embed_resident"]
     assert memory["peak_rss"] <= memory["planned"] <= memory["limit"]
     idle = 64 * 163_840 * 4 * 2  # a sweep may keep 64 rows of logits, and this one keeps one
+    # The plan's own bound, 32 MB: one token fills neither the tables of the cache policy nor the
+    # weight tiles and the heap that a sweep of 64 may take (25 MB below, measured).
     assert memory["peak_rss"] >= memory["planned"] - idle - 32 * MB
 
 

@@ -204,7 +204,7 @@ def test_what_the_plan_lowers_is_said(
     code, out, err = call(["generate", folder, "x", "-n", 1, "--cache", "1T", "--json"], capsys)
     assert code == 0 and json.loads(out)["plan"]["notes"] == []  # all experts fit: nothing lowered
     starve(monkeypatch)
-    command = ["generate", folder, "x" * 150, "-n", 1, "--cache", "1M", "--json"]
+    command = ["generate", folder, "x" * 150, "-n", 1, "--cache", "1M", "--json", "--sweep", 100]
     code, out, err = call(command, capsys)
     assert code == 0, err
     notes = json.loads(out)["plan"]["notes"]

@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from k3offload.checkpoint import Checkpoint
 from k3offload.config import parse_size
 from k3offload.device_trunk import DeviceFetch
-from k3offload.errors import DoesNotFit, UsageError
+from k3offload.errors import DoesNotFit, SessionError, UsageError
 from k3offload.kernels.mxfp4 import Mxfp4Weight
 from k3offload.loading import load
 from k3offload.options import Watch
 from k3offload.tiers.base import PageId, Priority
 from k3offload.tiers.device import DeviceError
 from k3offload.tiers.device_fake import FakeDevice
-from tests.helpers_engine import BRIEF, checkpoint
+from tests.helpers_engine import BRIEF, checkpoint, least_vram
 
 PROMPT, STEPS = [(7 * i) % 300 for i in range(150)], 3
 
@@ -48,8 +49,11 @@ def alone() -> Logits:
     return logits(device="cpu")
 
 
-@pytest.mark.parametrize("vram", ["4M", "5M", "7M", "9M", "12M", "60M"])
-def test_bits_do_not_depend_on_the_budget(alone: Logits, vram: str) -> None:
+@pytest.mark.parametrize("vram", [None, "5M", "7M", "9M", "12M", "60M"])
+def test_bits_do_not_depend_on_the_budget(alone: Logits, vram: str | None) -> None:
+    """From the least there can be to everything."""
+    if vram is None:
+        vram = str(least_vram("nano", context=512, sweep=64))
     device = FakeDevice(parse_size(vram), seed=len(vram))  # so that the plan has to keep its word
     assert np.array_equal(logits(device=device, vram=vram), alone)
 
@@ -161,6 +165,65 @@ def test_a_copy_that_fails_fails_the_sweep_and_the_next_goes_on() -> None:
             assert np.isfinite(session.logits()).all()
 
 
+OUT_OF_MEMORY = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 7.79 GiB"
+)
+RAISED: list[tuple[Exception, str]] = [
+    (OUT_OF_MEMORY, r"fake ran out of memory: 20.00 MiB was asked .* --vram or a smaller --sweep"),
+    (RuntimeError("CUDA error: an illegal memory access"), "fake failed .*illegal.*start again"),
+    (type("OutOfResources", (Exception,), {"__module__": "triton.errors"})("shared memory"),
+     r"cannot be made for fake \(OutOfResources: shared memory\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "said"), RAISED)
+def test_what_torch_and_triton_raise_in_a_sweep_names_the_device(
+    error: Exception, said: str
+) -> None:
+    """The sweep fails as any other does: its states are lost, the engine goes on."""
+
+    def fail(layer: int) -> None:
+        if layer == 3:
+            raise error
+
+    with load("nano", context=128, device=FakeDevice(400 << 20), vram="60M") as engine:
+        with engine.session() as session:
+            session.append(PROMPT[:20])
+            engine.hooks.before_layer = fail
+            with pytest.raises(DeviceError, match=said):
+                session.logits()
+            engine.hooks.before_layer = lambda layer: None
+            with pytest.raises(SessionError, match=r"state was lost: .*DeviceError: .*fake"):
+                session.logits()
+            session.reset()
+            session.append(PROMPT[:20])
+            assert np.isfinite(session.logits()).all()
+
+
+def test_memory_of_a_device_that_ends_outside_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a session is opened, copied, or given room; other errors stay what they are."""
+
+    def fail(*given: object) -> None:
+        raise error
+
+    error: Exception = OUT_OF_MEMORY
+    with load("nano", context=512, device=FakeDevice(400 << 20), vram="60M") as engine:
+        with engine.session() as session:
+            session.append(PROMPT[:20])
+            monkeypatch.setattr("k3offload.state.SequenceState.__init__", fail)
+            for act in (engine.session, session.fork, session.snapshot):
+                with pytest.raises(DeviceError, match="fake ran out of memory"):
+                    act()
+            monkeypatch.setattr("k3offload.state._Block", fail)
+            with pytest.raises(DeviceError, match="fake ran out of memory"):
+                session.logits()
+            error = RuntimeError("something else")
+            with pytest.raises(RuntimeError, match=r"^something else$"):
+                session.logits()
+            monkeypatch.undo()
+            assert np.isfinite(session.logits()).all()  # nothing had been computed
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("trunk_on", "split:0"), ("trunk_on", "half"), ("experts_on", "disk"), ("device", "tpu")],
@@ -241,8 +304,6 @@ def test_guesses_reach_the_disk_as_guesses() -> None:
 
 def test_r76_a_gpu_that_is_not_there() -> None:
     """Asked for by name it is an error; ``auto`` goes on and says why."""
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(UsageError, match="--device cuda cannot be used: "):

@@ -16,13 +16,10 @@ from k3offload.forecast import (
     OVERHEAD,
     Setup,
     decode,
-    distinct,
     prefill,
     prompt_seconds,
-    token_macs,
-    trunk_elements,
-    weight_of,
 )
+from k3offload.forecast_sizes import distinct, token_macs, trunk_elements, weight_of
 from k3offload.plan_report import spec_of
 from k3offload.precision import stored_bytes
 from k3offload.rates import KINDS, Rates, assumed, scaled
@@ -55,6 +52,8 @@ def plan_with(
     head: bool = True,
     rows: int = 512,
     buffers: int = 2,
+    latents: int | None = None,
+    summaries: int | None = None,
 ) -> Plan:
     """A plan whose last ``streamed`` layers are read anew for each sweep."""
     layers = len(spec.layers)
@@ -64,6 +63,8 @@ def plan_with(
         head_resident=head,
         sweep_rows=rows,
         ring_buffers=buffers,
+        latents=latents,
+        summaries=summaries,
     )
     plan: Plan = made
     return plan
@@ -71,7 +72,9 @@ def plan_with(
 
 def setup(rates: Rates = INSTANT, spec: ModelSpec = K3, **how: Any) -> Setup:
     plan_options = {
-        k: how.pop(k) for k in ("streamed", "slots", "head", "rows", "buffers") if k in how
+        k: how.pop(k)
+        for k in ("streamed", "slots", "head", "rows", "buffers", "latents", "summaries")
+        if k in how
     }
     return Setup(spec, plan_with(spec, **plan_options), rates, **how)
 
@@ -266,3 +269,29 @@ def test_weights_by_format() -> None:
     assert weight_of(wide, "int8") == ("int8", stored_bytes(wide.shape, "int8"))
     gate = layer["block_sparse_moe.gate.weight"]
     assert weight_of(gate, "mxfp4") == ("bfloat16", gate.nbytes)
+
+
+def test_latents_on_disk_are_read_back() -> None:
+    """A decode row reads once what stands before it and RAM has no room for, a prompt once for each
+    group of 512 rows."""
+    every = 1_000_000 * 27_648
+    assert decode(setup(), position=1_000_000).scratch_bytes == 0
+    step = decode(setup(slots=82_432, latents=every // 4), position=1_000_000)
+    assert step.scratch_bytes == pytest.approx(0.75 * every)
+    assert step.seconds == pytest.approx(step.disk_seconds)
+    assert decode(setup(latents=every // 4), position=100_000).scratch_bytes == 0
+    two = decode(setup(latents=every // 4), rows=2, position=1_000_000)
+    assert two.scratch_bytes == pytest.approx(1.75 * every)
+    sweep = prefill(setup(rows=1024, latents=every // 4), tokens=1024, position=1_000_000)
+    assert sweep.scratch_bytes == pytest.approx(0.75 * (2 * every + 512 * 27_648))
+
+
+def test_block_summaries_on_disk_are_read_twice_a_layer() -> None:
+    """K3: 93 layers in blocks of 12, 14,336 bytes a sum; a part of them stays in RAM."""
+    sums = sum(1 + layer // 12 for layer in range(93))
+    rows = 8192
+    whole = rows * 8 * 14_336
+    sweep = prefill(setup(rows=rows, summaries=whole // 4), tokens=rows)
+    assert sweep.scratch_bytes == pytest.approx(0.75 * 2 * rows * 14_336 * sums)
+    assert prefill(setup(rows=rows), tokens=rows).scratch_bytes == 0
+    assert decode(setup(summaries=whole // 4)).scratch_bytes == 0

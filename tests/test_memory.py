@@ -68,6 +68,17 @@ def test_peak_is_the_plan_r02(
         assert found["streamed"] and found["slots"] < 120
 
 
+def test_peak_is_the_plan_with_files_in_scratch_r02(tmp_path: Path) -> None:
+    """Latents and block summaries on disk: buffers, slots and the library that makes the files."""
+    options = {"context": 12_000, "sweep": 2048, "scratch": str(tmp_path)}
+    options |= {"latents": "5M", "summaries": "2M"}
+    found = measure(RUN, checkpoint(**STREAMED), options=options, prompt=2048, new=2, least=None)
+    keeps_its_word(found)
+    for name in ("latents, the newest, and buffers", "block summaries, a part of them"):
+        assert found["purposes"][name]
+    assert not list(tmp_path.iterdir())
+
+
 def test_loading_holds_one_tensor_more_at_most_r35() -> None:
     found = measure(
         RUN, checkpoint(**TRUNK), options={"context": 64, "sweep": 64}, prompt=1, new=0, least=None

@@ -51,7 +51,7 @@ def test_4096_rows_of_one_expert_r02(dtype: str, threads: int, equal: bool) -> N
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_sixty_sessions_r02(dtype: str) -> None:
-    options = {"dtype": dtype, "threads": 4, "context": 64, "sessions": 60}
+    options = {"dtype": dtype, "threads": 4, "context": 64, "sessions": 60, "sweep": 512}
     found = measure(
         RUN,
         checkpoint(**{**STREAMED, "layers": 3}),

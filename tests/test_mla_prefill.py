@@ -12,10 +12,11 @@ import torch
 from k3offload.config import ROW_TILE
 from k3offload.kernels.linear_reference import DenseWeight
 from k3offload.kernels.mla_prefill_reference import Query
+from k3offload.kernels.pieces import Pieces
 from k3offload.kernels.workers import Workers
 from tests.contract.test_kernel import generator, poisoned, same_bits
 from tests.helpers_ops import backends, randn
-from tests.test_mla_decode import in_blocks
+from tests.test_mla_decode import cut, in_blocks
 
 Prefill = Callable[..., list[torch.Tensor]]
 
@@ -64,10 +65,13 @@ def run(
     fill: float = float("nan"),
     workers: Workers = SOLO,
     up: torch.Tensor | None = None,
+    at: Sequence[int] = (),
 ) -> list[torch.Tensor]:
     blocks, weight = in_blocks(given.latents, fill), DenseWeight(given.up if up is None else up)
     with poisoned():
-        return prefill(queries, blocks, len(given.latents), weight, NOPE, V, SCALE, workers)
+        return prefill(
+            queries, cut(blocks, at), len(given.latents), weight, NOPE, V, SCALE, workers
+        )
 
 
 def tiles(length: int) -> list[tuple[int, int]]:
@@ -99,11 +103,11 @@ def check_company(prefill: Prefill, length: int = 320, dtype: torch.dtype = torc
     for rows in ([whole[-1]], [(256, 259)], [(70, 100), (5, 6), (250, 300)]):
         for (begin, end), got in zip(rows, run(prefill, given, given.queries(*rows)), strict=True):
             assert same_bits(base[begin:end].contiguous(), got.contiguous()), (begin, end)
-    for cut in (64, 257):  # the same prompt, as far as it has come
-        part = Given(given.q[:cut], given.latents[:cut], given.up)
-        rows = [(max(0, cut - ROW_TILE), cut)]
+    for end in (64, 257):  # the same prompt, as far as it has come
+        part = Given(given.q[:end], given.latents[:end], given.up)
+        rows = [(max(0, end - ROW_TILE), end)]
         (got,) = run(prefill, part, part.queries(*rows))
-        assert same_bits(base[rows[0][0] : cut].contiguous(), got.contiguous()), cut
+        assert same_bits(base[rows[0][0] : end].contiguous(), got.contiguous()), end
 
 
 def check_stale(prefill: Prefill) -> None:
@@ -125,6 +129,19 @@ def test_values(backend: str, length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("backend", MODULES)
 def test_a_row_has_its_bits_in_any_company_r72(backend: str) -> None:
     check_company(MODULES[backend].mla_prefill)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", MODULES)
+def test_no_cut_into_pieces_changes_a_bit(backend: str, dtype: torch.dtype) -> None:
+    """Pieces take turns in one memory; queries end before, in and behind a cut."""
+    prefill, given = MODULES[backend].mla_prefill, make(3 * 256 + 70, dtype)
+    queries = given.queries((0, 64), (240, 300), (512, 576), (780, 838))
+    base, workers = run(prefill, given, queries), Workers(2)
+    for at in ((1,), (2,), (3,), (1, 2), (1, 3), (2, 3), (1, 2, 3)):
+        for a, b in zip(base, run(prefill, given, queries, at=at, workers=workers), strict=True):
+            assert same_bits(a.contiguous(), b.contiguous()), at
+    workers.close()
 
 
 @pytest.mark.parametrize("backend", MODULES)
@@ -172,18 +189,20 @@ def sees_one_less(queries: list[Query], *rest: Any) -> list[torch.Tensor]:
 
 
 def reads_stale_rows(
-    queries: list[Query], blocks: list[torch.Tensor], length: int, *rest: Any
+    queries: list[Query], pieces: Pieces, length: int, *rest: Any
 ) -> list[torch.Tensor]:
     """Right where the rows are zero: they are expanded, and only then masked."""
-    out = _right(queries, blocks, length, *rest)
+    (blocks,) = pieces
+    out = _right(queries, [blocks], length, *rest)
     stale = blocks[-1][length % len(blocks[-1]) :].float()
     return [o + 0 * stale.sum() for o in out]
 
 
 def depends_on_the_length(
-    queries: list[Query], blocks: list[torch.Tensor], length: int, *rest: Any
+    queries: list[Query], pieces: Pieces, length: int, *rest: Any
 ) -> list[torch.Tensor]:
-    out = _right(queries, blocks, length, *rest)
+    (blocks,) = pieces
+    out = _right(queries, [blocks], length, *rest)
     return [torch.nextafter(o, torch.tensor(9e9)) for o in out] if len(blocks) == 1 else out
 
 
@@ -195,11 +214,11 @@ def depends_on_the_place(queries: list[Query], *rest: Any) -> list[torch.Tensor]
 
 
 def keys_for_values(
-    queries: list[Query], blocks: list[torch.Tensor], length: int, up: DenseWeight, *rest: Any
+    queries: list[Query], pieces: Pieces, length: int, up: DenseWeight, *rest: Any
 ) -> list[torch.Tensor]:
     halves = up.tensor.view(H, NOPE + V, RANK)
     turned = torch.cat((halves[:, V:], halves[:, :V]), 1)
-    return _right(queries, blocks, length, DenseWeight(turned.reshape(-1, RANK)), *rest)
+    return _right(queries, pieces, length, DenseWeight(turned.reshape(-1, RANK)), *rest)
 
 
 @pytest.mark.parametrize(

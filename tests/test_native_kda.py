@@ -225,7 +225,7 @@ def decode(
     scale = (nope + rope) ** -0.5
     blocks, weight = blocks_of(latents, offset), DenseWeight(each)
     with poisoned():
-        return mla_decode(q[heads], blocks, len(latents), weight, nope, v, scale, workers)
+        return mla_decode(q[heads], [blocks], len(latents), weight, nope, v, scale, workers)
 
 
 def plain(shape: Shape, args: Tensors) -> Tensors:
@@ -252,6 +252,24 @@ def test_mla_decode(shape: Shape, dtype: torch.dtype, up_dtype: torch.dtype, isa
         for got, want in zip(decode(shape, args), plain(shape, args), strict=True):
             assert got.dtype == F32
             assert ((got.double() - want).abs() <= 3e-6 * want.abs().max()).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_mla_decode_bits_of_pieces(shape: Shape, dtype: torch.dtype, isa: str) -> None:
+    """Query, sums and shares wait between pieces without loss, on any number of threads."""
+    _, nope, rope, v, _ = shape
+    q, latents, up = attention(shape, 700, dtype, BF16)
+    base, blocks = decode(shape, (q, latents, up)), blocks_of(latents)
+    for threads in (1, 3):
+        workers = Workers(threads)
+        for pieces in ([blocks[:1], blocks[1:]], [blocks[:2], blocks[2:]], [[b] for b in blocks]):
+            with poisoned():
+                got = mla_decode(
+                    q, pieces, 700, DenseWeight(up), nope, v, (nope + rope) ** -0.5, workers
+                )
+            assert all(same_bits(a, b) for a, b in zip(base, got, strict=True))
+        workers.close()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

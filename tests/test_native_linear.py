@@ -24,8 +24,8 @@ from k3offload.kernels.experts_reference import Job
 from k3offload.kernels.experts_reference import experts as reference
 from k3offload.kernels.glu_reference import Activation
 from k3offload.kernels.int8 import Int8Weight
-from k3offload.kernels.linear_native import linear, scratch_bytes
-from k3offload.kernels.linear_reference import DenseWeight, Weight
+from k3offload.kernels.linear_native import linear, linears, scratch_bytes
+from k3offload.kernels.linear_reference import Bundle, DenseWeight, Weight
 from k3offload.kernels.mxfp4 import Mxfp4Weight
 from k3offload.kernels.workers import Workers
 from tests.contract.test_kernel import generator, poisoned, same_bits
@@ -170,6 +170,26 @@ def test_many_rows_are_as_few() -> None:
             base = linear(x, weight, SOLO, decode)
             for begin, end in ((0, 70), (500, 530), (511, 513), (200, 500)):
                 assert same_bits(linear(x[begin:end], weight, SOLO, decode), base[begin:end])
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_several_weights_of_one_x(isa: str, decode: bool) -> None:
+    """Each gets the bits that it gets alone, whatever kinds stand beside it."""
+    workers = Workers(3)
+    for dtype in DTYPES:
+        weights = [
+            draw(kind, n, 192) for kind, n in zip((*KINDS, *KINDS), range(5, 75, 7), strict=True)
+        ]
+        bundle = Bundle(weights)
+        for count in (1, 2, 40):
+            x = rows(192, dtype, count)
+            for _ in range(2):  # the second time from what is remembered
+                together = linears(x, bundle, workers, decode)
+                assert len(together) == len(weights)
+                for y, weight in zip(together, weights, strict=True):
+                    assert y.is_contiguous()
+                    assert same_bits(y, linear(x, weight, SOLO, decode))
+    workers.close()
 
 
 @needs_library

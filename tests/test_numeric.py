@@ -93,7 +93,7 @@ def test_a_bad_state_ends_its_own_request_only(engine: Engine, clean: Logits, va
         if where == "kda":
             bad.state.kda[1][0, 3, 4] = value
         else:
-            bad.state.latents[3]._blocks[0].data[2, 5] = value
+            bad.state.latents[3].rows(0)[2, 5] = value
         bad.append([1, 2, 3])
         with session_with(engine, OTHER) as good:
             first, second = run(engine, bad, good)

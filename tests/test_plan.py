@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from k3offload.config import ROW_TILE
 from k3offload.errors import DoesNotFit
-from k3offload.scheduler.plan import Demand, Limits, Plan, make_plan
+from k3offload.scheduler.plan import Demand, Latents, Limits, Plan, make_plan
 
 GB = 10**9
 MOE_KDA, MOE_MLA = 1_267_744_256, 844_335_616  # bytes of K3's layers, from its inventory
@@ -291,3 +291,102 @@ def test_notes_are_kept() -> None:
     assert make_plan(K3, Limits(12 * GB, notes=("less than asked for",))).notes == (
         "less than asked for",
     )
+
+
+# ---- latents ----
+
+#: A million tokens of K3: 28.1 GB of latents.
+LONG = replace(
+    K3,
+    state=449_372_160 + 28_100_000_000,
+    latents=Latents(
+        whole=28_100_000_000, open=7_077_888, carried=25_559_040, least=1_179_648, good=50_331_648
+    ),
+)
+
+
+def latents_of(plan: Plan) -> int:
+    return dict(plan.purposes)["latents, the newest, and buffers"]
+
+
+def test_latents_stay_in_ram_where_they_fit() -> None:
+    plan = make_plan(LONG, Limits(40 * GB))
+    assert plan.latents is None and plan.all_latents == latents_of(plan) == 0
+    assert plan == make_plan(replace(LONG, latents=None), Limits(40 * GB))
+    assert make_plan(LONG, Limits(40 * GB, latents=29 * GB)) == plan
+
+
+def test_latents_are_moved_to_disk_rather_than_refused() -> None:
+    """As many stay as there is room for, and those that need RAM stay whatever happens."""
+    with pytest.raises(DoesNotFit):
+        make_plan(replace(LONG, latents=None), Limits(12 * GB))
+    for ram in (5, 8, 12):
+        plan = make_plan(LONG, Limits(ram * GB))
+        assert plan.latents == latents_of(plan) >= 50_331_648 and plan.total <= ram * GB
+        assert plan.all_latents == 28_100_000_000
+        assert plan.state_bytes == 449_372_160 + 7_077_888
+
+
+@pytest.mark.parametrize("missing", [1, 10**6, 10**9])
+def test_what_is_missing_is_the_least_with_latents_on_disk(missing: int) -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(LONG, Limits(0))
+    least = caught.value.missing
+    assert make_plan(LONG, Limits(least)).latents == 1_179_648
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(LONG, Limits(least - missing))
+    assert caught.value.missing == missing
+
+
+def test_latents_come_after_the_trunk_and_before_experts() -> None:
+    ram = 200 * GB
+    capped = make_plan(LONG, Limits(ram, latents=20 * GB))
+    assert len(capped.resident_layers) == 93
+    assert capped.latents is not None
+    assert capped.latents + 7_077_888 + 25_559_040 == 20 * GB
+    assert capped.slots > make_plan(LONG, Limits(ram)).slots
+    tight = make_plan(LONG, Limits(100 * GB, latents=20 * GB))
+    assert len(tight.resident_layers) < 93 and tight.latents is not None
+    assert 50_331_648 <= tight.latents < 50_331_648 + MOE_KDA
+
+
+def test_a_cap_that_cannot_be_kept_is_refused() -> None:
+    assert LONG.latents is not None
+    least = LONG.latents.least_cap()
+    assert make_plan(LONG, Limits(40 * GB, latents=least)).latents == 1_179_648
+    with pytest.raises(DoesNotFit, match="--latents 34M") as caught:
+        make_plan(LONG, Limits(40 * GB, latents=least - 7))
+    assert caught.value.missing == 7
+
+
+def test_few_latents_are_not_worth_a_folder() -> None:
+    held = Latents(whole=60 << 20, open=1000, carried=1000, least=1000, good=1000)
+    few = replace(K3, latents=held)
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(few, Limits(0))
+    with pytest.raises(DoesNotFit):
+        make_plan(few, Limits(caught.value.missing - 1))
+
+
+@settings(max_examples=200)
+@given(
+    demand=demands(), spare=st.integers(0, 6000), cap=st.integers(0, 900), sizes=st.tuples(
+        *[st.integers(0, 100)] * 3, st.integers(1, 100), st.integers(1, 200)
+    )
+)  # fmt: skip
+def test_the_sum_holds_with_latents_on_disk(
+    demand: Demand, spare: int, cap: int, sizes: tuple[int, int, int, int, int]
+) -> None:
+    more, open_, carried, least_, good = sizes
+    held = Latents(open_ + carried + least_ + more, open_, carried, least_, max(least_, good))
+    demand = replace(demand, state=demand.state + held.whole, latents=held)
+    limits = Limits(least(demand) + spare, latents=cap)
+    if cap < held.least_cap() and cap < held.whole:
+        with pytest.raises(DoesNotFit):
+            make_plan(demand, limits)
+        return
+    plan = make_plan(demand, limits)
+    assert plan.total <= plan.limit
+    assert (plan.latents is None) == (cap >= held.whole)
+    if plan.latents is not None:
+        assert least_ <= plan.latents <= cap - open_ - carried

@@ -63,13 +63,13 @@ def test_the_spec_alone_demands_what_the_checkpoint_does(
     checkpoint = Checkpoint.open(folder)
     layout = SpecLayout(checkpoint.spec)
     one, other = demand(checkpoint, trunk), demand(layout, trunk)
-    assert one.working(512) == other.working(512)
+    assert one.working(512) == other.working(512) and one.asked(512) == other.asked(512)
     for layer, (there, here) in enumerate(zip(one.layers, other.layers, strict=True)):
         assert 0 <= there - here <= PAGE * len(layout.trunk(layer))
     for name in ("embed", "head", "small", "head_block", "staging"):
         assert 0 <= getattr(one, name) - getattr(other, name) <= PAGE, name
     rest: Any = dict.fromkeys(("embed", "head", "small", "head_block", "staging"), 0)
-    rest |= {"working": None, "layers": ()}
+    rest |= {"working": None, "asked": None, "layers": ()}
     assert replace(one, **rest) == replace(other, **rest)
     vision = ("vision tower", "projector")  # never read, so never predicted exactly
     groups = [
@@ -99,7 +99,7 @@ def test_the_config_file_alone_is_enough(tmp_path: Path) -> None:
 
 
 def test_the_released_model_in_numbers() -> None:
-    made = k3("--ram", "128G", "--cache", "1G", "--disk-gbps", "7")
+    made = k3("--ram", "128G", "--cache", "1G", "--disk-gbps", "7", "--sweep", "512")
     ram = made["tiers"]["ram"]
     assert sum(ram["purposes"].values()) == ram["total"] <= 128 * GB
     assert len(ram["resident_layers"]) == 93
@@ -184,7 +184,19 @@ FLAGS = {
     "--ram-gbps": ("20", ("decode", "memory_seconds")),
     "--gmacs": ("100", ("prefill", "seconds")),
     "--hit-rate": ("0.5", ("decode", "seconds")),
+    "--latents": ("100M", ("tiers", "ram", "purposes", "latents, the newest, and buffers")),
 }
+
+
+def test_summaries_make_room_for_rows() -> None:
+    """A sweep that does not fit as a whole is longer when its summaries need not stay in RAM."""
+    options = ("--ram", "8G", "--sweep", "60000", "--threads", "2")
+    before, after = k3(*options), k3(*options, "--summaries", "100M")
+    name = "block summaries, a part of them"
+    assert before["tiers"]["ram"]["purposes"][name] == 0
+    assert after["tiers"]["ram"]["purposes"][name] == 100_000_000
+    rows = [made["tiers"]["ram"]["sweep_tokens"] for made in (before, after)]
+    assert rows[1] > 1.3 * rows[0]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from k3offload.tiers.device import DeviceError, Mark
 from k3offload.tiers.device_fake import POISON, FakeDevice
 from k3offload.tiers.tier_device import DeviceTier
 
-SIZE, EXPERTS, LAYERS = 64, 12, 3
+SIZE = 64
 
 
 def content(page: PageId) -> Buffer:
@@ -81,45 +81,6 @@ def stack(
 
 def used(slot: torch.Tensor, page: PageId) -> None:
     assert np.array_equal(slot.numpy(), content(page)), page
-
-
-def some_pages(rng: random.Random, count: int) -> list[PageId]:
-    layer = rng.randrange(LAYERS)
-    return [PageId(layer, expert) for expert in rng.sample(range(EXPERTS), count)]
-
-
-def history(seed: int) -> None:
-    """Leases, guesses and interruptions drawn from ``seed``; no result is ever wrong."""
-    rng = random.Random(seed)
-    ram, slots = rng.choice([1, 2, 5, 30]), rng.choice([1, 3, 4, 36])
-    failing = frozenset(rng.sample(range(60), rng.choice([0, 0, 3])))
-    broken = frozenset(some_pages(rng, rng.choice([0, 0, 1])))
-    with stack(seed, ram, slots, failing, broken) as (store, _, _):
-        for _ in range(rng.randrange(3, 8)):
-            if rng.random() < 0.5:
-                store.prefetch(some_pages(rng, rng.randrange(1, 5)))
-            if rng.random() < 0.3:
-                store.drop_prefetches(rng.randrange(LAYERS))
-            wanted, seen = some_pages(rng, rng.choice([1, 4, EXPERTS])), set[PageId]()
-            stop = rng.randrange(1, 20)
-            try:
-                with store.lease(wanted) as arrivals:
-                    for batch in arrivals:
-                        for page, slot in batch:
-                            used(slot, page)
-                            seen.add(page)
-                        if len(seen) >= stop:
-                            break
-            except (DeviceError, ReadError):
-                assert failing or broken
-            else:
-                assert seen == set(wanted) or len(seen) >= stop
-
-
-@pytest.mark.parametrize("first", range(0, 1000, 50))
-def test_no_history_gives_a_wrong_page(first: int) -> None:
-    for seed in range(first, first + 50):
-        history(seed)
 
 
 def test_pages_reach_the_device_and_are_counted() -> None:

@@ -17,7 +17,7 @@ from k3offload.config import READ_ALIGN
 from k3offload.errors import ReadError
 from k3offload.scheduler.policy_lru import Policy
 from k3offload.scheduler.store import ExpertStore
-from k3offload.tiers.base import Cancelled, Location, PageId, Priority
+from k3offload.tiers.base import Buffer, Cancelled, Location, PageId, Priority
 from k3offload.tiers.tier_disk import (
     DIRECT_PART,
     IN_FLIGHT,
@@ -29,7 +29,7 @@ from k3offload.tiers.tier_disk import (
     windows,
 )
 from k3offload.tiers.tier_ram import HUGE, Slab
-from tests.helpers_tiers import CANARY, Gate, aligned, write_files
+from tests.helpers_tiers import CANARY, Disk, Gate, aligned, write_files
 
 DEMAND, TRUNK, PREFETCH = Priority
 PATIENCE = 20.0
@@ -244,3 +244,32 @@ def test_r58_a_broken_page_fails_its_lease_and_no_other(
     with store.lease([PageId(0, 7)]) as walk:
         assert next(walk)[0][1].tobytes() == data[7 * size : 8 * size]
     tier.close()
+
+
+def test_a_page_is_looked_at_before_anybody_hears_of_it(tmp_path: Path) -> None:
+    """By the thread that read its end, when all of its pieces are there; not if one failed."""
+    size, disk = 40_001, Disk(write_files(tmp_path, [40_001, 40_001]))
+    place, seen = Location(0, 100, size - 200), list[tuple[PageId, bool, bool]]()
+    disk.location, ((start,), room) = place, windows([place])
+    slot = aligned(room)
+    disk.tier = DiskTier(disk.files, lambda page: [disk.location], piece=2 * READ_ALIGN)
+
+    def look(page: PageId, into: Buffer) -> None:
+        whole = into[start : start + place.length].tobytes() == disk.want(place)
+        here = threading.current_thread() is threading.main_thread()
+        seen.append((page, whole, here))
+        if page.expert == 7:
+            raise ReadError("damaged", "fetch it again")
+
+    disk.tier.look = look
+    disk.tier.read(PageId(0, 3), slot).wait()
+    assert seen == [(PageId(0, 3), True, False)]
+    ticket = disk.tier.read(PageId(0, 7), slot)
+    with pytest.raises(ReadError, match="damaged"):
+        ticket.wait()
+    assert ticket.landed == place.length
+    disk.location = Location(1, size - 10, 100)
+    with pytest.raises(ReadError, match="shortened"):
+        disk.tier.read(PageId(0, 4), slot).wait()
+    assert len(seen) == 2
+    disk.tier.close()

@@ -157,7 +157,7 @@ def test_decode_in_ranges_of_several_blocks(
         for placed in (blocks, scattered(blocks)):
             with poisoned():
                 got = module.mla_decode(
-                    q, placed, length, DenseWeight(up), decode.NOPE, decode.V, decode.SCALE, SOLO
+                    q, [placed], length, DenseWeight(up), decode.NOPE, decode.V, decode.SCALE, SOLO
                 )
             for a, b in zip(got, want, strict=True):
                 assert (a.double() - b).abs().max() <= 1e-5 * b.abs().max()
@@ -177,7 +177,7 @@ def test_decode_blocks_at_any_place_have_the_same_bits() -> None:
     base = decode.run(module.mla_decode, inputs, float("nan"))
     placed = scattered(decode.in_blocks(latents, float("inf")))
     got = module.mla_decode(
-        q, placed, 600, DenseWeight(up), decode.NOPE, decode.V, decode.SCALE, SOLO
+        q, [placed], 600, DenseWeight(up), decode.NOPE, decode.V, decode.SCALE, SOLO
     )
     assert all(same_bits(a, b) for a, b in zip(base, got, strict=True))
 
@@ -205,6 +205,13 @@ def test_prompt_blocks_and_queries_at_any_place_have_the_same_bits() -> None:
     blocks = scattered(decode.in_blocks(given.latents, float("nan")))
     with poisoned():
         got = module.mla_prefill(
-            moved, blocks, 300, DenseWeight(given.up), prefill.NOPE, prefill.V, prefill.SCALE, SOLO
+            moved,
+            [blocks],
+            300,
+            DenseWeight(given.up),
+            prefill.NOPE,
+            prefill.V,
+            prefill.SCALE,
+            SOLO,
         )
     assert same_bits(base[0].contiguous(), got[0].contiguous())

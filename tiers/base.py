@@ -44,10 +44,14 @@ class Cancelled(Exception):
 
 
 class Ticket:
-    """A copy under way, made of ``parts`` pieces; done when the last of them has ended."""
+    """A copy under way, made of ``parts`` pieces; done when the last of them has ended.
 
-    def __init__(self, parts: int) -> None:
-        self._left = parts
+    ``look`` is called once all of it is in place, on the thread that ended it and before anybody
+    hears of it; what it raises is the ticket's error.
+    """
+
+    def __init__(self, parts: int, look: Callable[[], object] | None = None) -> None:
+        self._left, self._look = parts, look
         self._lock = threading.Lock()
         self._event = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
@@ -66,6 +70,12 @@ class Ticket:
             self._left -= parts
             if self._left:
                 return
+        if self._look is not None and self.error is None:
+            try:
+                self._look()
+            except Exception as error:
+                self.error = error
+        with self._lock:
             self._event.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:

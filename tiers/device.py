@@ -9,7 +9,9 @@ reorders, fails and poisons.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -21,7 +23,38 @@ Landed = Callable[[BaseException | None], None]  #: called once, on a thread of 
 
 
 class DeviceError(K3Error):
-    """A copy failed, or memory of the device ran out."""
+    """A copy or a kernel failed, or memory of the device ran out."""
+
+
+@contextmanager
+def blamed(name: str) -> Iterator[None]:
+    """What torch and Triton raise inside the block about the device ``name`` becomes a
+    ``DeviceError``; everything else stays as it is."""
+    try:
+        yield
+    except K3Error:
+        raise
+    except torch.OutOfMemoryError as error:
+        asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        raise DeviceError(
+            f"{name} ran out of memory: {asked[1] if asked else 'more'} was asked for beyond what "
+            "is in use.",
+            "Give a smaller --vram or a smaller --sweep, or end what else uses the GPU.",
+        ) from error
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".strip().partition("\n")[0].rstrip(".")
+        if type(error).__module__.startswith("triton."):
+            raise DeviceError(
+                f"A kernel cannot be made for {name} ({text}).",
+                "Use --device cpu; k3offload kernels says what each kernel needs.",
+            ) from error
+        if isinstance(error, RuntimeError) and re.search("CUDA|CUBLAS", text):
+            raise DeviceError(
+                f"{name} failed ({text}).",
+                "It may not answer this process any more: start again. The driver's log (dmesg) "
+                "may say more.",
+            ) from error
+        raise
 
 
 class Mark(Protocol):

@@ -8,7 +8,9 @@
   still read it cannot be seen in a result.  It is checked instead: a copy into memory that was
   handed out must come after a mark that was made after the last use.
 * A mark has passed only some time after it was made.
-* The n-th copy fails where that is asked for, and memory ends where it is said to end.
+* Copies fail where that is asked for, by number or the next one, when they land or when they are
+  asked for; memory ends where it is said to end.
+* While it is held, no copy lands and no mark is passed.
 """
 
 from __future__ import annotations
@@ -66,7 +68,10 @@ class FakeDevice:
     ) -> None:
         self.name, self.where = "fake", torch.device("cpu")
         self._size, self._delay, self._failing = size, delay, failing
-        self._pinnable = pinnable
+        self._pinnable, self._pinned = pinnable, list[tuple[int, int]]()
+        self.unpinned = 0  #: copies from memory that is not pinned
+        self._refused: set[int] = set()  # numbers of copies that fail when they are asked for
+        self._held = False
         self._random = random.Random(seed)
         self._used = 0
         self._marks = self._copies = 0
@@ -93,10 +98,13 @@ class FakeDevice:
         return torch.full((size,), POISON, dtype=torch.uint8)
 
     def pin(self, memory: Buffer) -> bool:
-        if self._pinnable is None:
-            return True
-        self._pinnable -= memory.nbytes
-        return self._pinnable >= 0
+        if self._pinnable is not None:
+            self._pinnable -= memory.nbytes
+            if self._pinnable < 0:
+                return False
+        begin = memory.ctypes.data
+        self._pinned.append((begin, begin + memory.nbytes))
+        return True
 
     def copy(
         self,
@@ -110,6 +118,8 @@ class FakeDevice:
         assert after is None or isinstance(after, FakeMark)
         with self._change:
             assert not self._closing, "the device is closed"
+            here = source.ctypes.data
+            self.unpinned += not any(a <= here < b for a, b in self._pinned)
             begin = to.data_ptr()
             uses = [a for a in self._uses if a < begin + to.nbytes and begin < a + self._sizes[a]]
             assert all(after is not None and after.number >= self._uses[a] for a in uses), (
@@ -121,8 +131,12 @@ class FakeDevice:
             one = _Copy(source, to, after, landed, self._copies)
             one.not_before = time.perf_counter() + self._random.random() * self._delay
             self._copies += 1
-            self._waiting.append(one)
-            self._change.notify_all()
+            refused = one.number in self._refused
+            if not refused:
+                self._waiting.append(one)
+                self._change.notify_all()
+        if refused:
+            landed(_failed())
 
     def mark(self) -> FakeMark:
         with self._change:
@@ -136,18 +150,36 @@ class FakeDevice:
 
     def heal(self) -> None:
         """From now on no copy fails."""
-        self._failing = frozenset()
+        self._failing, self._refused = frozenset(), set()
+
+    def fail_next(self, at_once: bool) -> None:
+        """Let the next copy fail: when it is asked for, or when it should have landed."""
+        with self._change:
+            if at_once:
+                self._refused.add(self._copies)
+            else:
+                self._failing |= {self._copies}
+
+    def hold(self) -> None:
+        """Let nothing land until ``let_go``."""
+        self._held = True
+
+    def let_go(self) -> None:
+        """Whatever was held lands now, in any order."""
+        with self._change:
+            self._held = False
+            self._change.notify_all()
 
     def close(self) -> None:
         with self._change:
-            self._closing = True
+            self._closing, self._held = True, False
             self._change.notify_all()
         self._thread.join()
 
     def _run(self) -> None:
         while True:
             with self._change:
-                ready = [one for one in self._waiting if one.ready()]
+                ready = [one for one in self._waiting if one.ready() and not self._held]
                 if not ready:
                     if self._closing and not self._waiting:
                         return
@@ -157,7 +189,11 @@ class FakeDevice:
                 self._waiting.remove(one)
             error = None
             if one.number in self._failing:
-                error = DeviceError("A copy to the device failed.", "Try again.")
+                error = _failed()
             else:
                 one.to.copy_(torch.from_numpy(one.source))
             one.landed(error)
+
+
+def _failed() -> DeviceError:
+    return DeviceError("A copy to the device failed.", "Try again.")

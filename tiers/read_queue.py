@@ -27,8 +27,10 @@ class Piece(NamedTuple):
 class _Request(Ticket):
     """A ticket that can reach those of its pieces that still wait in the queue."""
 
-    def __init__(self, queue: ReadQueue, parts: int) -> None:
-        super().__init__(parts)
+    def __init__(
+        self, queue: ReadQueue, parts: int, look: Callable[[], object] | None = None
+    ) -> None:
+        super().__init__(parts, look)
         self._queue = queue
         self.waiting: set[_Entry] = set()
 
@@ -80,9 +82,15 @@ class ReadQueue:
         self._requests = 0
         self._closed = False
 
-    def submit(self, pieces: Sequence[Piece], priority: Priority) -> Ticket:
-        """Queue the pieces of one request.  Raises ``Cancelled`` when closed."""
-        request = _Request(self, len(pieces))
+    def submit(
+        self,
+        pieces: Sequence[Piece],
+        priority: Priority,
+        look: Callable[[], object] | None = None,
+    ) -> Ticket:
+        """Queue the pieces of one request; ``look``: see `Ticket`.  Raises ``Cancelled`` when
+        closed."""
+        request = _Request(self, len(pieces), look)
         with self._lock:
             if self._closed:
                 raise Cancelled("the files are closed")

@@ -86,7 +86,8 @@ class DiskTier:
         piece: int = PIECE,
     ) -> None:
         assert piece % READ_ALIGN == 0
-        self._files = [os.fspath(f) for f in files]
+        self._files = {number: os.fspath(f) for number, f in enumerate(files)}
+        self._next_file = len(files)
         self._locate = locate
         self._warn = warn
         self._piece = piece
@@ -96,6 +97,9 @@ class DiskTier:
         self._handles: OrderedDict[int, list[int]] = OrderedDict()  # file -> [fd, users, direct]
         self._lock = threading.Lock()
         self._buffered: set[int] = set()  # devices that refuse direct reads
+        #: called with a page and its slot when all of it is there, on the thread that read its end;
+        #: what it raises is the read's error
+        self.look: Callable[[PageId, Buffer], object] | None = None
         self.counts = DiskCounts()
 
     # ---- what callers use ----
@@ -115,7 +119,8 @@ class DiskTier:
         pieces = []
         for extent, start in zip(extents, starts, strict=True):
             pieces += self._direct(extent, into[start - extent.offset % READ_ALIGN :])
-        return self._queue.submit(pieces, priority)
+        look = None if self.look is None else partial(self.look, page, into)
+        return self._queue.submit(pieces, priority, look)
 
     def read_scatter(
         self, pieces: Sequence[tuple[Location, Buffer]], priority: Priority = Priority.DEMAND
@@ -142,9 +147,26 @@ class DiskTier:
         tasks.sort(key=lambda task: task[0])
         return self._queue.submit([piece for _, several in tasks for piece in several], priority)
 
+    def add(self, path: str) -> int:
+        """The number of one more file that may be read from now on."""
+        with self._lock:
+            number, self._next_file = self._next_file, self._next_file + 1
+            self._files[number] = path
+        return number
+
+    def forget(self, file: int) -> None:
+        """Close ``file``, which was added and which nobody reads any more."""
+        with self._lock:
+            self._drives.pop(file, None)
+            del self._files[file]
+            handle = self._handles.pop(file, None)
+        if handle is not None:
+            os.close(handle[0])
+
     def close(self) -> None:
         """Give up the reads that have not begun, wait for the others, close the files."""
         self._queue.close()
+        self.look = None  # it may hold what should be freed now
         with self._lock:
             for fd, _, _ in self._handles.values():
                 os.close(fd)

@@ -18,7 +18,7 @@ const RowKernels& row_kernels(Isa isa) {
 }
 
 #if !defined(__x86_64__)
-void linear_tiles(const Call& call, const Weight& w, void* out) { linear_rows(call, w, out); }
+void linear_tiles(const Call& call, const Weight& w, void* out) { linears_rows(call, &w, &out, 1); }
 void experts_tiles(const Call& call, const Job* jobs, int64_t count, const Activation& act) {
     experts_rows(call, jobs, count, act);
 }
@@ -54,17 +54,24 @@ int guarded(const F& f) {
 
 }  // namespace
 
-K3_API int k3_linear(k3::Pool* pool, int dtype, const void* x, int64_t rows, int kind,
-                     const void* data, const void* scale, int64_t n, int64_t k, void* out,
-                     int decode) {
+// Several weights times the same x.  fields: for each weight kind, data, scale, n; the results lie
+// one after the other in out, each [rows, n].  k: columns of x.
+K3_API int k3_linear(k3::Pool* pool, int dtype, const void* x, int64_t rows, int64_t k,
+                     const int64_t* fields, int64_t count, void* out, int decode) {
     return guarded([&] {
         k3::Call call{pool, k3::Dtype(dtype), x, rows};
-        k3::Weight w{k3::Kind(kind), static_cast<const uint8_t*>(data),
-                     static_cast<const uint8_t*>(scale), n, k};
-        if (k3::takes_tiles(call, w.kind, decode))
-            linear_tiles(call, w, out);
-        else
-            linear_rows(call, w, out);
+        std::vector<k3::Weight> by_rows;
+        std::vector<void*> places;
+        auto* to = static_cast<uint8_t*>(out);
+        for (int64_t i = 0; i < count; i++) {
+            const k3::Weight w = weight_of(fields + 4 * i, fields[4 * i + 3], k);
+            if (k3::takes_tiles(call, w.kind, decode))
+                linear_tiles(call, w, to);
+            else
+                by_rows.push_back(w), places.push_back(to);
+            to += size_t(rows) * w.n * call.size();
+        }
+        if (!by_rows.empty()) linears_rows(call, by_rows.data(), places.data(), by_rows.size());
     });
 }
 

@@ -151,13 +151,15 @@ K3_API int k3_kda_mixer(Pool* pool, int type, int step, int64_t rows, int64_t he
     return share_rows(pool, ops().kda_mixer, a, heads, double(dim) * (ns + 6.0 * double(rows)));
 }
 
-// heads_each: heads that share a reading of the latents.
-K3_API int k3_mla_decode(Pool* pool, int type, int block_type, int up_type, int64_t heads,
+// heads_each: heads that share a reading of the latents.  part: 1 begins, 2 ends, 3 is all there is.
+K3_API int k3_mla_decode(Pool* pool, int type, int block_type, int up_type, int part, int64_t heads,
                          int64_t heads_each, int64_t block_rows, int64_t length, int64_t nope,
                          int64_t rope, int64_t v, int64_t kv_lora, float scale, const void* q,
-                         const void* const* blocks, const void* up, float* out, float* lse) {
-    MlaArgs args{q, blocks, up, out, lse, block_rows, length, nope, rope, v, kv_lora, scale,
-                 Dtype(type), Dtype(block_type), Dtype(up_type)};
+                         const void* const* blocks, const void* up, float* out, float* lse,
+                         float* state) {
+    MlaArgs args{q, blocks, up, out, lse, state, heads, block_rows, length, nope, rope, v, kv_lora,
+                 scale, (part & 1) != 0, (part & 2) != 0, Dtype(type), Dtype(block_type),
+                 Dtype(up_type)};
     double ns = 0.1 * double((nope + v) * kv_lora) + 0.05 * double(length * (2 * kv_lora + rope));
     bool alone = ns * double(heads) < WORTH_WAKING_NS;
     return share(pool, ops().mla_decode, args, heads, alone ? heads : heads_each);

@@ -81,7 +81,8 @@ extern const RowKernels rows_avx2, rows_avx512;
 // Whether the family TILES computes this product; else ROWS does.
 bool takes_tiles(const Call& call, Kind kind, bool decode);
 
-void linear_rows(const Call& call, const Weight& w, void* out);
+// Several weights times the same x.
+void linears_rows(const Call& call, const Weight* w, void* const* out, int64_t count);
 void experts_rows(const Call& call, const Job* jobs, int64_t count, const Activation& act);
 void linear_tiles(const Call& call, const Weight& w, void* out);
 void experts_tiles(const Call& call, const Job* jobs, int64_t count, const Activation& act);

@@ -185,22 +185,51 @@ int64_t rows_scratch(int threads, int64_t rows, int64_t job_rows, int64_t k, int
                 2 * threads * X_ROWS * BLOCK_MOST);
 }
 
-void linear_rows(const Call& call, const Weight& w, void* out) {
+namespace {
+
+// Weights of one kind, whose layout of x they share.
+void linears_of(const Call& call, const std::vector<std::pair<Weight, void*>>& weights) {
     const RowKernels& isa = row_kernels(k3::isa());
-    const int64_t width = isa.width(w.kind, w.k), step = block_rows(w);
+    const Weight& first = weights[0].first;
+    const int64_t width = isa.width(first.kind, first.k);
     const int64_t most = std::min(X_ROWS, call.x_rows);
     float* x = floats(X, most * width);
+    struct Task {
+        const std::pair<Weight, void*>* to;
+        int64_t begin, end;
+    };
+    std::vector<Task> tasks;
+    for (const auto& each : weights)
+        for (int64_t n = each.first.n, step = block_rows(each.first), i = 0; i < n; i += step)
+            tasks.push_back({&each, i, std::min(i + step, n)});
     for (int64_t r = 0; r < call.x_rows; r += X_ROWS) {
         const int64_t some = std::min(X_ROWS, call.x_rows - r);
         const float* source[X_ROWS];
         for (int64_t i = 0; i < some; i++) {
-            isa.prepare(w.kind, call.dtype, call.row(r + i, w.k), w.k, x + i * width);
+            isa.prepare(first.kind, call.dtype, call.row(r + i, first.k), first.k, x + i * width);
             source[i] = x + i * width;
         }
-        share(call.pool, (w.n + step - 1) / step, cost(w, some), [&](int64_t i) {
-            product(isa, call.dtype, w, i * step, std::min((i + 1) * step, w.n), source, some,
+        double time = 0;
+        for (const auto& each : weights) time += cost(each.first, some);
+        share(call.pool, tasks.size(), time, [&](int64_t i) {
+            const auto& [w, out] = *tasks[i].to;
+            product(isa, call.dtype, w, tasks[i].begin, tasks[i].end, source, some,
                     at(out, r * w.n, call.size()));
         });
+    }
+}
+
+}  // namespace
+
+void linears_rows(const Call& call, const Weight* w, void* const* out, int64_t count) {
+    std::vector<std::pair<Weight, void*>> alike;
+    std::vector<char> done(count, 0);
+    for (int64_t i = 0; i < count; i++) {
+        if (done[i]) continue;
+        alike.clear();
+        for (int64_t j = i; j < count; j++)
+            if (w[j].kind == w[i].kind) alike.push_back({w[j], out[j]}), done[j] = 1;
+        linears_of(call, alike);
     }
 }
 

@@ -111,13 +111,17 @@ struct MixerArgs {  // items: heads
     Dtype type;
 };
 
+// One piece of a sequence's latents, `length` of them in `blocks`.
 struct MlaArgs {  // items: heads
     const void* q;
     const void* const* blocks;
     const void* up;
     float *out, *lse;
-    int64_t block_rows, length, nope, rope, v, kv_lora;
+    float* state;  // carried from piece to piece; null if there is only one.  For each head its query
+                   // and its context in multiples of 16 numbers, running maximum and sum
+    int64_t heads, block_rows, length, nope, rope, v, kv_lora;
     float scale;
+    bool begins, ends;  // the first piece, the last one
     Dtype type, block_type, up_type;
 };
 

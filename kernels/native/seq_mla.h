@@ -29,6 +29,13 @@ struct Attention {
         context = query + MLA_HEADS * L;
         scores = context + MLA_HEADS * C;
     }
+
+    // Where a head's query and context lie from one piece to the next, and top and total behind them.
+    void carry(const MlaArgs& a, int64_t first) {
+        query = a.state + first * L;
+        context = a.state + a.heads * L + first * C;
+    }
+    float* sums(const MlaArgs& a, int64_t head) const { return a.state + a.heads * (L + C) + 2 * head; }
 };
 
 // query += q times M rows of W_k, in order.
@@ -169,20 +176,32 @@ void lower(const MlaArgs& a, int64_t head, const float* context, float total) {
     for (; i < a.v; i++) lower_tile<1>(up + i * a.kv_lora, a.kv_lora, context, total, out + i);
 }
 
+// Some heads over one piece: begun with the first one, finished with the last one.
 void mla_decode(const MlaArgs& a, int64_t begin, int64_t end) {
     Attention t(a);
     for (int64_t first = begin; first < end; first += MLA_HEADS) {
         int64_t heads = end - first < MLA_HEADS ? end - first : MLA_HEADS;
+        if (a.state) t.carry(a, first);
         for (int64_t h = 0; h < heads; h++) {
-            float* query = t.query + h * t.L;
-            K3_TYPED(a.up_type, lift, a, t, first + h, query);
-            t.top[h] = -__builtin_inff(), t.total[h] = 0;
+            if (a.begins) {
+                float* query = t.query + h * t.L;
+                K3_TYPED(a.up_type, lift, a, t, first + h, query);
+                t.top[h] = -__builtin_inff(), t.total[h] = 0;
+            } else {
+                const float* sums = t.sums(a, first + h);
+                t.top[h] = sums[0], t.total[h] = sums[1];
+            }
         }
-        memset(t.context, 0, size_t(heads * t.C) * sizeof(float));
+        if (a.begins) memset(t.context, 0, size_t(heads * t.C) * sizeof(float));
         K3_TYPED(a.block_type, attend_blocks, a, t, heads);
         for (int64_t h = 0; h < heads; h++) {
-            K3_TYPED(a.up_type, lower, a, first + h, t.context + h * t.C, t.total[h]);
-            a.lse[first + h] = t.top[h] + log(all(t.total[h])).v[0][0];
+            if (a.ends) {
+                K3_TYPED(a.up_type, lower, a, first + h, t.context + h * t.C, t.total[h]);
+                a.lse[first + h] = t.top[h] + log(all(t.total[h])).v[0][0];
+            } else {
+                float* sums = t.sums(a, first + h);
+                sums[0] = t.top[h], sums[1] = t.total[h];
+            }
         }
     }
 }

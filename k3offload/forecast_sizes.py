@@ -1,0 +1,51 @@
+"""Sizes that a forecast adds up: weights, multiply-adds and pairs of keys.  Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+from .config import LATENT_BLOCK, ROW_TILE, align_up
+from .precision import quantised, stored_bytes
+from .spec import ModelSpec, TensorSpec
+
+
+def distinct(experts: int, top_k: int, rows: float) -> float:
+    """Different experts of one layer that ``rows`` rows ask for, uniform routing."""
+    return experts * (1 - math.pow(1 - top_k / experts, rows))
+
+
+def weight_of(tensor: TensorSpec, trunk: str) -> tuple[str, int]:
+    """The format a trunk tensor has in memory under precision ``trunk``, and its bytes."""
+    if quantised(tensor.name, tensor.shape, trunk):
+        return trunk, stored_bytes(tensor.shape, trunk)
+    return "bfloat16", tensor.nbytes
+
+
+def is_product(tensor: TensorSpec) -> bool:
+    """Whether rows are multiplied with ``tensor``: a matrix of more than one row."""
+    return len(tensor.shape) == 2 and tensor.shape[0] > 1
+
+
+def token_macs(spec: ModelSpec) -> int:
+    """Multiply-adds of one token with all weights that it uses, attention over others apart."""
+    trunk = sum(
+        math.prod(t.shape)
+        for layer in spec.layers
+        for t in spec.layer_tensors(layer.index)
+        if is_product(t)
+    )
+    routed = 3 * spec.moe.width * spec.moe.io * spec.moe.top_k if spec.moe else 0
+    return trunk + routed * len(spec.moe_layers) + spec.vocab * spec.hidden
+
+
+def trunk_elements(spec: ModelSpec) -> int:
+    """Weights of all layers' trunk and of the head, in numbers."""
+    layers = sum(math.prod(t.shape) for la in spec.layers for t in spec.layer_tensors(la.index))
+    return layers + spec.vocab * spec.hidden
+
+
+def attended_pairs(position: int, rows: int) -> int:
+    """Pairs of a prompt row and a key that attention computes for ``rows`` rows from ``position``
+    on: tiles of rows, each with all blocks of latents up to its last row's."""
+    ends = range(position + ROW_TILE, position + rows + ROW_TILE, ROW_TILE)
+    return ROW_TILE * sum(align_up(end, LATENT_BLOCK) for end in ends)

@@ -1,0 +1,137 @@
+"""The residual stream of a sweep: the running sum, and the block summaries that were sealed.
+
+Summaries never change once sealed and every later layer reads all of them, row by row: they stay in
+memory, or lie in scratch files and come back tile by tile while the tile before is mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from .config import LATENT_BLOCK
+from .layer_moe import Side
+from .scheduler.sweep import Group
+from .tiers.spill import Block, Spill, SpillArray
+
+TILE = LATENT_BLOCK  #: rows of a sweep that are read back together
+#: Mixes the sums [n, H] that a row sees, in order -> [n, H]
+Mix = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+class Resident:
+    """Summaries [R, H] in the memory of whatever computes."""
+
+    def __init__(self) -> None:
+        self.sums: list[torch.Tensor] = []
+
+    def seal(self, p: torch.Tensor) -> torch.Tensor:
+        """Keep ``p`` [R, H]; returns memory for the next running sum."""
+        self.sums.append(p)
+        return torch.empty_like(p)
+
+    def mixed(
+        self, groups: Sequence[Group], p: torch.Tensor | None, mix: Mix
+    ) -> Iterator[torch.Tensor]:
+        """The rows of each group in turn, mixed of all summaries and then ``p`` if it is given."""
+        entries = self.sums if p is None else [*self.sums, p]
+        for group in groups:
+            yield mix([own(entry, group) for entry in entries])
+
+    def picked(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """``rows`` (their numbers, [n]) of each summary."""
+        return [entry[rows] for entry in self.sums]
+
+
+class Spilled:
+    """Summaries in scratch files.  Raises ``ScratchError``."""
+
+    def __init__(self, spill: Spill[torch.Tensor]) -> None:
+        self._spill = spill
+        self._arrays: list[SpillArray] = []
+        self._blocks: list[list[Block]] = []  # of each summary its tiles
+
+    def seal(self, p: torch.Tensor) -> torch.Tensor:
+        """Write ``p`` [R, H] behind; its memory is free for the next running sum."""
+        array = self._spill.array("summaries")
+        self._arrays.append(array)  # an array that nobody has is at its end
+        last = p.new_empty(TILE, p.shape[1])
+        blocks = []
+        for begin in range(0, len(p), TILE):
+            tile = p[begin : begin + TILE]
+            if len(tile) < TILE:  # what lies behind its rows is never read
+                last[: len(tile)] = tile
+                tile = last
+            blocks.append(array.append(tile.view(-1).view(torch.uint8).numpy()))
+        self._blocks.append(blocks)
+        return p
+
+    def mixed(
+        self, groups: Sequence[Group], p: torch.Tensor | None, mix: Mix
+    ) -> Iterator[torch.Tensor]:
+        """As ``Resident.mixed``.  The next tile is read while the caller works on a group."""
+        parts = [(i, t) for i, g in enumerate(groups) for t in _tiles_of(g.begin, g.end)]
+        tiles = self._read([t for _, t in parts])
+        for i, group in enumerate(groups):
+            out: torch.Tensor | None = None
+            for _, t in (part for part in parts if part[0] == i):
+                begin, end = max(group.begin, t * TILE), min(group.end, (t + 1) * TILE)
+                entries = [entry[begin - t * TILE : end - t * TILE] for entry in next(tiles)]
+                if p is not None:
+                    entries.append(p[begin:end])
+                some = mix(entries)
+                if out is None:
+                    out = some.new_empty(group.end - group.begin, some.shape[1])
+                out[begin - group.begin : end - group.begin] = some
+            assert out is not None
+            yield out
+
+    def picked(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """As ``Resident.picked``."""
+        found: list[torch.Tensor] = []
+        numbers = rows.tolist()
+        wanted = sorted({row // TILE for row in numbers})
+        for t, entries in zip(wanted, self._read(wanted), strict=True):
+            found = found or [entry.new_empty(len(numbers), entry.shape[1]) for entry in entries]
+            for i, row in enumerate(numbers):
+                if row // TILE == t:
+                    for to, entry in zip(found, entries, strict=True):
+                        to[i] = entry[row - t * TILE]
+        return found
+
+    def _read(self, tiles: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """Each of ``tiles`` of all summaries, [256, H]; good until the next one is asked for."""
+        return self._spill.tiles([[own[t] for own in self._blocks] for t in tiles])
+
+
+class Stream:
+    """``p`` [R, H] the running sum, ``sealed`` the summaries, ``ends`` the least and largest number
+    of each row after each layer so far, parts of [layers, 2, R]; where it is now, and what computes
+    there."""
+
+    def __init__(self, p: torch.Tensor, side: Side, sealed: Resident | Spilled) -> None:
+        self.p, self.side, self.sealed = p, side, sealed
+        self.ends: list[torch.Tensor] = []
+
+    def move(self, side: Side) -> None:
+        """Go on at ``side``."""
+        if side.where != self.side.where:
+            assert isinstance(self.sealed, Resident)  # no device has part in a sweep that spills
+            sums, ends = self.sealed.sums, [torch.cat(self.ends)] if self.ends else []
+            self.p, *rest = side.kernels.here(self.p, *sums, *ends)
+            self.sealed.sums, self.ends = rest[: len(sums)], rest[len(sums) :]
+        self.side = side
+
+    def note_ends(self) -> None:
+        """After a layer.  Both ends of a row are finite only if all of it is."""
+        self.ends.append(torch.stack((self.p.amin(1), self.p.amax(1)))[None])
+
+
+def own(rows: torch.Tensor, group: Group) -> torch.Tensor:
+    """The rows of ``group`` among those of a sweep."""
+    return rows if rows.shape[0] == group.end - group.begin else rows[group.rows]
+
+
+def _tiles_of(begin: int, end: int) -> range:
+    return range(begin // TILE, -(-end // TILE))

@@ -1,0 +1,44 @@
+"""The latents of a sequence in pieces: runs of whole blocks that attention takes one by one.
+
+Whoever has all of them in memory gives one piece.  Attention carries its running maximum, sums and
+shares from piece to piece, block by block in their order, so that no cut changes a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+#: Runs of blocks [256, kv_lora + rope], in order.  A piece is not touched any more once the next
+#: one is asked for, so its memory may be used again.
+Pieces = Iterable[Sequence[torch.Tensor]]
+
+
+class Piece(NamedTuple):
+    """``blocks`` that hold the tokens ``first`` to ``end`` of a sequence."""
+
+    blocks: Sequence[torch.Tensor]
+    first: int
+    end: int
+    last: bool  #: nothing comes after it
+
+
+def walk(pieces: Pieces, length: int) -> Iterator[Piece]:
+    """``pieces`` of ``length`` tokens with their places.  What comes after the last token is not
+    asked for."""
+    first, kind, shape = 0, None, None
+    for blocks in pieces:
+        for block in blocks:
+            assert shape in (None, block.shape) and kind in (None, block.dtype), block.shape
+            shape, kind = block.shape, block.dtype
+        size = blocks[0].shape[0]
+        full = first + len(blocks) * size
+        end = min(full, length)
+        assert full - size < end, (first, len(blocks), length)  # no block without a token
+        yield Piece(blocks, first, end, end == length)
+        if end == length:
+            return
+        first = end
+    raise AssertionError(f"{first} of {length} latents were given")
