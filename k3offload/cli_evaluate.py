@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli_options import AsJson, Cache, Dtype, Model, Ram, Threads, Trunk, at_least_one
+from .cli_options import AsJson, How, Model, at_least_one, loading_options, takes_how
 from .config import show_size
 from .errors import UsageError
 from .find import find_model, find_output
@@ -33,17 +33,14 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(group, name="evaluate")
 
 
+@takes_how("sweep", "prefix_dir", "prefix_disk")
 def append(
+    how: How,
     model: Model,
     turns: Annotated[int, typer.Option(help="Turns of the conversation.")] = 8,
     user: Annotated[int, typer.Option(help="New tokens of each turn.")] = 200,
     reply: Annotated[int, typer.Option(help="Tokens of each reply.")] = 16,
     text: Text = None,
-    ram: Ram = None,
-    cache: Cache = None,
-    dtype: Dtype = "bfloat16",
-    trunk: Trunk = None,
-    threads: Threads = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -55,26 +52,22 @@ def append(
             from .evaluate_append import append as measure
             from .options import Watch
         found = measure(
-            model, turns=turns, user=user, reply=reply, text=words, show=progress.show, ram=ram,
-            cache=cache, dtype=dtype, trunk=trunk, threads=threads,
-            watch=Watch(warn=lambda line: progress.say(f"warning: {line}")),
+            model, turns=turns, user=user, reply=reply, text=words, show=progress.show,
+            **loading_options(how), watch=Watch(warn=lambda line: progress.say(f"warning: {line}")),
         )  # fmt: skip
     if place is not None:
         write_chart(place, append_chart(found))
     write_out(json.dumps([t.to_dict() for t in found]) if as_json else append_table(found))
 
 
+@takes_how("sweep", "prefix_dir", "prefix_disk")
 def recall(
+    how: How,
     model: Model,
     longest: Annotated[int, typer.Option(help="Tokens of the longest context.")] = 4096,
     trials: Annotated[int, typer.Option(help="Contexts of each length.")] = 8,
     seed: Annotated[int, typer.Option(help="Deals the names.")] = 0,
     text: Text = None,
-    ram: Ram = None,
-    cache: Cache = None,
-    dtype: Dtype = "bfloat16",
-    trunk: Trunk = None,
-    threads: Threads = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -88,8 +81,7 @@ def recall(
             from .options import Watch
         found = measure(
             model, longest=longest, trials=trials, seed=seed, text=words, show=progress.show,
-            ram=ram, cache=cache, dtype=dtype, trunk=trunk, threads=threads,
-            watch=Watch(warn=lambda line: progress.say(f"warning: {line}")),
+            **loading_options(how), watch=Watch(warn=lambda line: progress.say(f"warning: {line}")),
         )  # fmt: skip
     if place is not None:
         write_chart(place, recall_chart(found))

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
+from .config import parse_size
 from .errors import UsageError
 
 Model = Annotated[str, typer.Argument(help="Folder, hub id in the local cache, or 'nano'.")]
@@ -158,7 +159,19 @@ def takes_how(*but: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     return over
 
 
-def kernels_of(given: list[str] | None) -> dict[str, str]:
+def loading_options(how: How) -> dict[str, Any]:
+    """What ``open_engine`` takes of ``how``, all but the length of a sweep.  Raises
+    ``UsageError``."""
+    given = how._asdict()
+    del given["sweep"]
+    given["adaptive"] = given.pop("adaptive_backend")
+    given["kernels"] = _kernels(given.pop("kernel"))
+    for name in ("ram", "cache", "vram", "latents", "summaries", "prefix_disk"):
+        given[name] = None if given[name] is None else parse_size(given[name])
+    return given
+
+
+def _kernels(given: list[str] | None) -> dict[str, str]:
     """``["linear=reference"]`` -> ``{"linear": "reference"}``."""
     wanted = {}
     for text in given or ():

@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,10 +20,10 @@ from .cli_options import (
     PromptFile,
     SessionFolder,
     at_least_one,
-    kernels_of,
+    loading_options,
     takes_how,
 )
-from .config import parse_size, show_size
+from .config import show_size
 from .errors import UsageError
 from .find import find_model, find_output, find_outputs
 from .progress import Meter, Progress, loading_libraries
@@ -144,19 +144,8 @@ def _open(
     from .options import Options, Watch
     from .plan_text import lowered, plan_lines
 
-    ram = None if how.ram is None else parse_size(how.ram)
-    cache = None if how.cache is None else parse_size(how.cache)
-    rest: dict[str, Any] = {"ram": ram, "cache": cache, "dtype": how.dtype, "trunk": how.trunk}
-    rest.update(kernels=kernels_of(how.kernel), isa=how.isa, experts_on=how.experts_on)
-    rest.update(trunk_on=how.trunk_on, adaptive=how.adaptive_backend)
-    rest.update(scratch=how.scratch, prefix_dir=how.prefix_dir)
-    for name in ("vram", "latents", "summaries", "prefix_disk"):
-        if (given := getattr(how, name)) is not None:
-            rest[name] = parse_size(given)
-    rest.update({k: v for k in ("policy", "predict") if (v := getattr(how, k)) is not None})
-    if how.threads is not None:
-        rest["threads"] = how.threads
-    Options(sweep=how.sweep, **rest)
+    given = loading_options(how)
+    Options(sweep=how.sweep, **{k: v for k, v in given.items() if v is not None and k != "device"})
     sizes: dict[str, int | None] = {}
 
     def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
@@ -164,7 +153,7 @@ def _open(
         return sizes
 
     def say_plan(plan: Plan) -> None:
-        notes = lowered(plan, cache, sizes["sweep"])
+        notes = lowered(plan, given["cache"], sizes["sweep"])
         progress.say("\n".join(plan_lines(plan, notes)))
 
     def loading(done: int, total: int) -> None:
@@ -177,7 +166,7 @@ def _open(
         progress.say(f"warning: {text}")
 
     watch = Watch(say_plan, loading, compiling, meter.layer, warn)
-    engine = open_engine(model, sized, watch=watch, device=how.device, **rest)
+    engine = open_engine(model, sized, watch=watch, **given)
     meter.read = lambda: engine.disk.counts.bytes
     return engine
 
