@@ -39,7 +39,6 @@ from .spilling import Spilling
 from .state import Ledger, SequenceState
 from .tiers.base import PageId
 from .tiers.device import Device
-from .tiers.spill_files import zarr
 from .tiers.tier_disk import DiskTier
 from .tiers.tier_ram import Slab
 from .tokenizer import Tokenizer
@@ -116,9 +115,6 @@ class Engine:
         warm_up(self.kernels, self._dtype)
         self.trunk = choose_precision(options.trunk, checkpoint.spec.trunk_precision)
         self.plan, there = self._make_plan(checkpoint)
-        if self.plan.spills:
-            zarr()  # counts as a library, now that it is needed
-            self.plan, there = self._make_plan(checkpoint)
         self._watch.plan(self.plan)
         if self.plan.spills:
             self.spilling = Spilling(

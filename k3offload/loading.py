@@ -69,6 +69,7 @@ def load(
     missing bytes, before any weight is read.
     """
     how: dict[str, Any] = dict(locals())  # the arguments, nothing else is there yet
+    how["scratch"] = None if scratch is None else Path(scratch)
     sizes = {name: how.pop(name) for name in ("context", "sessions", "sweep")}
     return open_engine(how.pop("path"), lambda tokenizer, spec: sizes, **how)
 

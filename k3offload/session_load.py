@@ -30,9 +30,8 @@ from .session_manifest import (
     file_sizes,
     layer_open,
     read_manifest,
-    zarr_library,
 )
-from .session_save import Saved, blocks_of, state_parts
+from .session_save import Saved, blocks_of, state_parts, zarr_library
 from .state import Latents, SequenceState, SpilledLatents
 
 if TYPE_CHECKING:

@@ -28,11 +28,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-try:
-    import zarr
-except ImportError:  # it needs Python 3.11
-    zarr = None
-
 from .config import LATENT_BLOCK
 from .errors import SessionError
 from .paths import show_path
@@ -64,15 +59,6 @@ class Manifest:
     def nbytes(self) -> int:
         """Bytes of all its files."""
         return sum(size for size, _ in self.files.values())
-
-
-def zarr_library() -> Any:
-    """The zarr module; raises ``SessionError`` where it is not installed."""
-    if zarr is None:
-        raise SessionError(
-            "Saved sessions need zarr, which is not installed.", "Use Python 3.11 or later."
-        )
-    return zarr
 
 
 def layer_chunk(layer: int, chunk: int) -> str:

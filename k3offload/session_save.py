@@ -12,11 +12,16 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+try:  # here and not at the first save: memory that it takes is in the plan
+    import zarr
+except ImportError:  # it needs Python 3.11
+    zarr = None
 
 from .config import LATENT_BLOCK
 from .errors import K3Error, SessionError, UsageError
@@ -39,7 +44,6 @@ from .session_manifest import (
     read_manifest,
     sweep_out,
     sync,
-    zarr_library,
 )
 from .state import Latents, SequenceState, SpilledLatents
 
@@ -55,6 +59,15 @@ class Saved(NamedTuple):
     folder: Path
     save: str
     blocks: list[int]
+
+
+def zarr_library() -> Any:
+    """The zarr module; raises ``SessionError`` where it is not installed."""
+    if zarr is None:
+        raise SessionError(
+            "Saved sessions need zarr, which is not installed.", "Use Python 3.11 or later."
+        )
+    return zarr
 
 
 def save(session: Session, path: str | os.PathLike[str], last: Saved | None) -> tuple[Saved, int]:
@@ -152,13 +165,13 @@ class _Writer:
         self._put(TOKENS, [tokens[kept:].view(np.uint8)], TOKENS if kept else None)
 
     def _write_latents(self) -> None:
-        zarr, root = zarr_library(), self._place / LATENTS
+        library, root = zarr_library(), self._place / LATENTS
         # "overwrite" lets zarr do without hard links, which not every file system has
-        zarr.create_group(root, zarr_format=3, overwrite=True)
+        library.create_group(root, zarr_format=3, overwrite=True)
         (self._place / layer_open(0)).parent.mkdir()
         names = [f"{LATENTS}/zarr.json"]
         for layer, latents in self._state.latents.items():
-            zarr.create_array(
+            library.create_array(
                 root / str(layer),
                 overwrite=True,
                 shape=(latents.length // CHUNK * CHUNK, latents.width),
