@@ -56,9 +56,11 @@ def _for_cpu(kernels: Mapping[str, str]) -> dict[str, str]:
 
 def backend_of(kernels: Kernels) -> Backend:
     """What the memory plan has to know about the kernels."""
-    # what prompt attention takes is counted whatever computes the rest
+    # prompt attention is counted by itself, whatever computes the rest
     backends = {backend for op, backend in kernels.chosen.items() if op != "mla_prefill"}
-    return Backend(NATIVE in backends, kernels.isa == "amx", backends != {NATIVE})
+    unit = kernels.isa == "amx"
+    attends = unit and kernels.chosen["mla_prefill"] == NATIVE
+    return Backend(NATIVE in backends, unit, backends != {NATIVE}, attends)
 
 
 class Engine:
