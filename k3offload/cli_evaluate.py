@@ -33,7 +33,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(group, name="evaluate")
 
 
-@takes_how("sweep", "prefix_dir", "prefix_disk")
+@takes_how("prefix_dir", "prefix_disk")
 def append(
     how: How,
     model: Model,
@@ -53,14 +53,15 @@ def append(
             from .options import Watch
         found = measure(
             model, turns=turns, user=user, reply=reply, text=words, show=progress.show,
-            **loading_options(how), watch=Watch(warn=lambda line: progress.say(f"warning: {line}")),
+            sweep=how.sweep, **loading_options(how),
+            watch=Watch(warn=lambda line: progress.say(f"warning: {line}")),
         )  # fmt: skip
     if place is not None:
         write_chart(place, append_chart(found))
     write_out(json.dumps([t.to_dict() for t in found]) if as_json else append_table(found))
 
 
-@takes_how("sweep", "prefix_dir", "prefix_disk")
+@takes_how("prefix_dir", "prefix_disk")
 def recall(
     how: How,
     model: Model,
@@ -81,7 +82,8 @@ def recall(
             from .options import Watch
         found = measure(
             model, longest=longest, trials=trials, seed=seed, text=words, show=progress.show,
-            **loading_options(how), watch=Watch(warn=lambda line: progress.say(f"warning: {line}")),
+            sweep=how.sweep, **loading_options(how),
+            watch=Watch(warn=lambda line: progress.say(f"warning: {line}")),
         )  # fmt: skip
     if place is not None:
         write_chart(place, recall_chart(found))

@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -25,16 +25,26 @@ from .cli_options import (
 )
 from .config import show_size
 from .errors import UsageError
-from .find import find_model, find_output, find_outputs
+from .find import find_model, find_outputs
 from .progress import Meter, Progress, loading_libraries
 from .sampling import Sampling
-from .session_manifest import MANIFEST, read_manifest
+from .session_manifest import MANIFEST, check_place, read_manifest
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .scheduler.plan import Plan
     from .spec import ModelSpec
     from .tokenizer import Tokenizer
+
+
+class _Held(NamedTuple):
+    """Tokens of a saved session, and how many of them are computed."""
+
+    tokens: int = 0
+    computed: int = 0
+
+
+_NONE = _Held()
 
 
 def add_to(app: typer.Typer) -> None:
@@ -63,8 +73,8 @@ def generate(
     """Continue PROMPT."""
     at_least_one(("-n", max_new_tokens), ("--sweep", how.sweep))
     with Progress() as progress:
-        held = _held(session, model)
-        text = _prompt(prompt, prompt_file, bool(held), progress)
+        held = _held(session, model, progress)
+        text = _prompt(prompt, prompt_file, bool(held.tokens), progress)
         with loading_libraries(progress):
             from .run_generate import Job, run_generate
         stops = tuple(stop or ())
@@ -74,12 +84,12 @@ def generate(
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             ids[:] = tokenizer.encode(text)
-            _check_context(spec, held + len(ids), max_new_tokens)
+            spec.check_context(held.tokens + len(ids), max_new_tokens)
             return _sizes(len(ids), max_new_tokens, how.sweep, held)
 
         meter = Meter(progress.show)
         with _open(model, size, how, progress, meter) as engine:
-            job = Job(ids, max_new_tokens, sampling, as_json, session, bool(held))
+            job = Job(ids, max_new_tokens, sampling, as_json, session, bool(held.tokens))
             fine = run_generate(engine, job, progress, meter)
     if not fine:
         raise typer.Exit(1)
@@ -115,7 +125,7 @@ def logits(
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             ids[:] = read_tokens(tokens, tokenizer.vocab)
-            _check_context(spec, len(ids), 0)
+            spec.check_context(len(ids))
             extra = Routing.size(spec, len(ids)) if routing else 0
             decoded = 0 if decode_from is None else max(0, len(ids) - decode_from)
             return _sizes(len(ids) - decoded, decoded, how.sweep) | {"extra": extra}
@@ -171,17 +181,21 @@ def _open(
     return engine
 
 
-def _held(session: Path | None, model: str) -> int:
-    """Tokens of the session that is saved in the folder ``session``; 0 where nothing is yet.
+def _held(session: Path | None, model: str, progress: Progress) -> _Held:
+    """What the folder ``session`` holds; nothing where none is saved yet.
 
-    Raises ``UsageError`` for a place where nothing can be saved.
+    Raises ``UsageError`` for a place where nothing can be saved, ``SessionError`` for a damaged
+    one.
     """
     if session is None:
-        return 0
-    if not os.path.lexists(session):
-        find_output(session, find_model(model))
-        return 0
-    return read_manifest(session).tokens if (session / MANIFEST).exists() else 0
+        return _NONE
+    check_place(session, find_model(model))
+    if os.path.lexists(session / MANIFEST):
+        manifest = read_manifest(session)
+        return _Held(manifest.tokens, manifest.position)
+    if session.is_dir() and any(session.iterdir()):
+        progress.say(f"warning: {session} holds a save that was never finished; it is replaced")
+    return _NONE
 
 
 def _prompt(given: str | None, file: Path | None, held: bool, progress: Progress) -> str:
@@ -210,19 +224,10 @@ def _prompt(given: str | None, file: Path | None, held: bool, progress: Progress
     return text
 
 
-def _sizes(prompt: int, answer: int, sweep: int | None, held: int = 0) -> dict[str, int | None]:
-    """What is to be planned for a prompt and an answer of so many tokens, where ``held`` others
-    are computed but perhaps for the last one."""
-    new = prompt + min(1, held)
-    rows = None if sweep is None else min(sweep, max(1, new))
-    every = held + prompt
-    return {"context": every + answer, "answer": answer, "sweep": rows, "held": every - new}
-
-
-def _check_context(spec: ModelSpec, prompt: int, more: int) -> None:
-    if prompt + more > spec.context:
-        wanted = f"{prompt:,} tokens" + (f" of prompt and {more:,} more" if more else "")
-        raise UsageError(
-            f"{wanted} exceed the model's context of {spec.context:,}.",
-            "Shorten the prompt or ask for fewer tokens." if more else "Give fewer tokens.",
-        )
+def _sizes(
+    prompt: int, answer: int, sweep: int | None, held: _Held = _NONE
+) -> dict[str, int | None]:
+    """What is to be planned for a prompt and an answer of so many tokens behind ``held``."""
+    every = held.tokens + prompt
+    rows = None if sweep is None else min(sweep, max(1, every - held.computed))
+    return {"context": every + answer, "answer": answer, "sweep": rows, "held": held.computed}

@@ -23,9 +23,9 @@ from .layer_moe import Side
 from .machine import read_machine, steady_allocator, trim_allocator
 from .model import Hooks, Model, Run, Sides
 from .open_device import open_device
-from .options import Options, Watch, limits_of
+from .options import PREFIX_DISK, Options, Watch, limits_of
 from .precision import choose_precision
-from .prefix_folder import PrefixFolder
+from .prefix_folder import PrefixFolder, prefix_place
 from .prefixes import Prefixes
 from .registry import implementations
 from .scheduler.counts import Counts
@@ -114,6 +114,8 @@ class Engine:
         """Measure, plan, say the plan, and claim what it says."""
         options = self.options
         self._predictor = self._make_predictor()  # may read a file, and refuse it
+        if options.prefix_dir is not None:
+            prefix_place(options.prefix_dir, checkpoint.folder)
         warm_up(self.kernels, self._dtype)
         self.trunk = choose_precision(options.trunk, checkpoint.spec.trunk_precision)
         self.plan, there = self._make_plan(checkpoint)
@@ -219,7 +221,7 @@ class Engine:
         """The store of shared snapshots, where ``size`` bytes are given to it."""
         below, options = None, self.options
         if options.prefix_dir is not None:
-            below = PrefixFolder(self, options.prefix_dir, options.prefix_disk)
+            below = PrefixFolder(self, options.prefix_dir, options.prefix_disk or PREFIX_DISK)
 
         def make(ledger: Ledger) -> SequenceState:
             homes = self.spilling.homes(ledger) if self.spilling else None
@@ -244,7 +246,7 @@ class Engine:
 
     def session(self) -> Session:
         """An empty session.  Raises ``DoesNotFit`` if its state has no room in the plan."""
-        self._open()
+        self.check_open()
         return Session(self)
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
@@ -254,7 +256,7 @@ class Engine:
         is damaged, ``UsageError`` if it is longer than the context, ``DoesNotFit`` or
         ``ScratchError`` if it has no room.
         """
-        self._open()
+        self.check_open()
         session, notes = load_session(self, path)
         for note in notes:
             self.warn(note)
@@ -337,7 +339,7 @@ class Engine:
             self._watch.layer(layer, layers)
 
         with self.lock:
-            self._open()
+            self.check_open()
             self._model.sweep(
                 runs, emit, Hooks(before_layer, self.hooks.on_route, self.hooks.on_ahead)
             )
@@ -358,7 +360,8 @@ class Engine:
         """Whether an expert lies in RAM now."""
         return self.store is not None and self.store.has(page)
 
-    def _open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ``SessionError`` once it is closed."""
         if self._closed:
             raise SessionError("This engine is closed.", "Load the model again.")
 

@@ -74,6 +74,7 @@ def append(
                 f"The text has {len(ids):,} tokens and {turns} turns of {user} are wanted.",
                 "Give a longer text, or fewer or shorter turns.",
             )
+        spec.check_context(context)
         snapshots = 3 * state_bytes(spec, dtype, context)
         return {"context": context, "sessions": 2, "prefix_cache": snapshots}
 

@@ -37,6 +37,7 @@ NAMES: Final = (
     "Zebulun", "Gideon", "Naphtali", "Absalom", "Hezekiah", "Jonathan", "Ephraim", "Barnabas",
 )  # fmt: skip
 LEAST: Final = 256  #: tokens of the shortest context
+BEHIND: Final = 64  #: of a question and a name, at most
 CHANCE: Final = 0.5
 
 
@@ -74,13 +75,16 @@ def recall(
     filler: list[int] = []
     if longest < LEAST:
         raise UsageError(f"The longest context is {longest}.", f"Give {LEAST} or more.")
+    if seed < 0:
+        raise UsageError(f"The seed is {seed}.", "Give 0 or more.")
     lengths = [LEAST << i for i in range(int(math.log2(longest / LEAST)) + 1)]
 
     def sizes(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int]:
         filler[:] = tokenizer.encode(words)
         if not filler:
             raise UsageError("The text is empty.", "Give a longer one.")
-        return {"context": lengths[-1] + 64, "sessions": len(NAMES) + 2}
+        spec.check_context(lengths[-1] + BEHIND)
+        return {"context": lengths[-1] + BEHIND, "sessions": len(NAMES) + 2}
 
     found, draw = [], np.random.default_rng(seed)
     with open_engine(model, sizes, **options) as engine:

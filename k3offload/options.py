@@ -49,7 +49,7 @@ class Options:
     scratch: Path | None = None  # folder for what does not; None: in the user's cache folder
     prefix_cache: int | None = None  # bytes of shared snapshots; None: as few as prefix_dir needs
     prefix_dir: str | None = None  # where they are written to as well
-    prefix_disk: int = PREFIX_DISK  # bytes of them there
+    prefix_disk: int | None = None  # bytes of them there; None: PREFIX_DISK
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -64,6 +64,10 @@ class Options:
             raise UsageError(f"There is no policy {self.policy!r}.", f"Use {', '.join(known)}.")
         predictor_named(self.predict)
         most = THREADS_PER_PROCESSOR * default_threads()
+        if self.prefix_disk is not None and self.prefix_dir is None:
+            raise UsageError(
+                "--prefix-disk bounds a folder that is not named.", "Name it: --prefix-dir DIR."
+            )
         if self.threads > most:
             raise UsageError(f"threads is {self.threads}.", f"Use {most} at most on this machine.")
 
@@ -91,7 +95,8 @@ class Options:
         if self.prefix_cache is None:
             if self.prefix_dir is None:
                 return 0, 0
-            return state_bytes(spec, self.dtype, self.context), least
+            # two of a prompt: where it ends, and where it leaves those before it
+            return state_bytes(spec, self.dtype, self.context) + least, 2 * least
         if 0 < self.prefix_cache < least or (self.prefix_dir and not self.prefix_cache):
             raise UsageError(
                 f"A prefix cache of {self.prefix_cache:,} bytes holds not one snapshot.",

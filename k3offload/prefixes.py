@@ -65,10 +65,15 @@ class Prefixes:
         tokens, state = _key(session.tokens), session.state
         for position in self._wanted(tokens):
             key = tokens[: 4 * position]
-            if state.position < position <= state.position + count and key not in self._kept:
+            passed = state.position < position <= state.position + count
+            if passed and key not in self._kept and self._fits(state, position):
                 snapshot = self._room(partial(self._make, self.ledger))
                 if snapshot is not None:
                     state.mark(position, snapshot, partial(self._keep, key, state))
+
+    def _fits(self, state: SequenceState, position: int) -> bool:
+        """Whether a snapshot has room once all others are gone."""
+        return state.bytes_after(position) <= self.ledger.capacity
 
     def _keep(self, key: bytes, source: SequenceState, snapshot: SequenceState) -> None:
         """``snapshot`` was taken of ``source`` on the way, all but its latents."""
@@ -83,13 +88,14 @@ class Prefixes:
         if self._below:
             self._below.store(key, snapshot)
 
-    def _wanted(self, tokens: bytes) -> set[int]:
-        """Positions: the end of the prompt, and where it leaves the known one most like it."""
+    def _wanted(self, tokens: bytes) -> list[int]:
+        """Positions, in order: the end of the prompt, the last one from which the same prompt has a
+        token to compute, and where it leaves the known one most like it."""
         length = len(tokens) // 4
         known = [*self._kept, *(self._below.keys() if self._below else ())]
         leaves = max((common(tokens, key) for key in known), default=0)
-        ends = {length, min(leaves, length - 1)}
-        return {end // KDA_CHUNK * KDA_CHUNK for end in ends} - {0}
+        ends = {end // KDA_CHUNK * KDA_CHUNK for end in (length, length - 1, leaves)}
+        return sorted(ends - {0})
 
     def _room(self, make: Callable[[], SequenceState]) -> SequenceState | None:
         """What ``make`` makes once there is room; None if there never is."""

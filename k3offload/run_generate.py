@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def run_generate(engine: Engine, job: Job, progress: Progress, meter: Meter) -> 
             _collect(engine, session, job, progress, meter, answer)
             answer.state_bytes = session.state.nbytes
             if job.session is not None and answer.done and answer.done.error is None:
-                session.save(job.session)
+                _save(session, job.session, answer)
     except UsageError:
         raise
     except K3Error as error:
@@ -84,6 +84,15 @@ def run_generate(engine: Engine, job: Job, progress: Progress, meter: Meter) -> 
     if done.error is not None:
         progress.say(f"error: {done.error}")
     return done.error is None
+
+
+def _save(session: Session, place: Path, answer: _Answer) -> None:
+    """Save ``session``; an error is told behind the answer, which is not lost."""
+    assert answer.done is not None
+    try:
+        session.save(place)
+    except K3Error as error:
+        answer.done = replace(answer.done, error=error)
 
 
 def _session(engine: Engine, job: Job) -> Session:

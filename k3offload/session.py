@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import KDA_CHUNK
-from .errors import DoesNotFit, ScratchError, SessionError, UsageError
+from .errors import DoesNotFit, K3Error, ScratchError, SessionError, UsageError
 from .sampling import Sampling
 from .session_save import Saved, save
 from .state import SequenceState
@@ -73,8 +73,8 @@ class Session:
     @property
     def state(self) -> SequenceState:
         """What the model remembers; raises ``SessionError`` once closed."""
-        if self._state is None:
-            raise SessionError("This session is closed.", "Open one with engine.session().")
+        self._check_open()
+        assert self._state is not None
         return self._state
 
     def waiting(self) -> list[int]:
@@ -163,10 +163,9 @@ class Session:
         """Back to ``snapshot``, which stays usable.  Also the way out of a lost state."""
         if snapshot.state.spec is not self.engine.spec:
             raise SessionError("This snapshot is of another engine.", "Take one of this session.")
-        _ = self.state  # a closed session stays closed
-        self._state = None  # freed before its replacement is made
+        self._check_open()
         self._forget_marks()
-        self._state = self.engine.copied(snapshot.state)
+        self._replace(partial(self.engine.copied, snapshot.state))
         self._tokens = list(snapshot.tokens)
         self._sampled, self._logits = snapshot.sampled, snapshot.logits
 
@@ -199,11 +198,27 @@ class Session:
 
     def reset(self) -> None:
         """Forget everything, as if opened anew."""
-        _ = self.state  # a closed session stays closed
-        self._state = None  # freed before its replacement is made
+        self._check_open()
         self._forget_marks()
-        self._state = self.engine.new_state()
-        self._tokens, self._sampled, self._logits = [], 0, None
+        self._replace(self.engine.new_state)
+        self._tokens, self._sampled = [], 0
+
+    def _check_open(self) -> None:
+        if self._state is None:
+            raise SessionError("This session is closed.", "Open one with engine.session().")
+
+    def _replace(self, make: Callable[[], SequenceState]) -> None:
+        """Take another state, which may need the room of this one, so nobody may hold on to it.  An
+        error of ``make`` leaves the session at its beginning."""
+        failed: K3Error | None = None
+        self._state, self._logits = None, None
+        try:
+            self._state = make()
+        except K3Error as error:
+            failed = error.with_traceback(None)  # its frames hold what was begun
+        if failed is not None:
+            self._state = self.engine.new_state()
+            raise failed
 
     def _forget_marks(self) -> None:
         self._wanted, self._kept, self.reused = set(), {}, 0
@@ -212,11 +227,12 @@ class Session:
 
     def mark(self, position: int) -> None:
         """Keep a snapshot when the prompt passes ``position`` (rounded down to a multiple of 64),
-        for ``truncate`` and ``sync`` to go back to.  It counts as a sequence state of its own.
+        for ``truncate`` and ``sync`` to go back to.  It counts as a sequence state of its own; if
+        that has no room, a warning says so.  Forks have no marks.
 
         Raises ``UsageError`` if the session is past there, or not prefilled from nothing.
         """
-        position = position // KDA_CHUNK * KDA_CHUNK
+        position = operator.index(position) // KDA_CHUNK * KDA_CHUNK
         if position <= self.position or not self.cold:
             raise UsageError(
                 f"There can be no snapshot after {position} tokens: {self.position} are computed.",
@@ -230,12 +246,12 @@ class Session:
         What is behind the longest snapshot before them is computed anew, as a prompt, when it is
         needed: the bits are those of a session that was never longer.
         """
+        length = operator.index(length)
         if not 0 <= length <= self.length:
             raise UsageError(
                 f"There is no token {length} to go back to.", f"Give 0 to {self.length}."
             )
-        state = self._state
-        if state is None or state.broken is not None or length < state.position:
+        if self.state.broken is not None or length < self.position:
             self._go_back(length)
         if length < self.length:
             del self._tokens[length:]
@@ -259,25 +275,25 @@ class Session:
 
     def _go_back(self, length: int) -> None:
         """To the longest snapshot that leaves a token of ``length`` to compute."""
-        _ = self.state  # a closed session stays closed
-        self._state = None  # freed before its replacement is made
         self._kept = {p: kept for p, kept in self._kept.items() if p < length}
         self._wanted = {position for position in self._wanted if position < length}
-        self._state = self.engine.new_state()
-        self._logits, self._sampled, self.reused = None, 0, 0
-        if self._kept:
-            self._state.take(self._kept[max(self._kept)])
-            self.reused = self._state.position
+        self._sampled = self.reused = 0
+        kept = self._kept[max(self._kept)] if self._kept else None
+        self._replace(partial(self.engine.new_state, kept))
+        self.reused = self.position
 
     def go_on(self, make: Callable[[], SequenceState]) -> None:
         """Called by who can ``make`` a state after some of the tokens, further than this one is.
         An error of it leaves the session at its beginning."""
-        self._state = None  # freed before its replacement is made
-        try:
-            self._state = make()
-        finally:
-            self._state = self._state or self.engine.new_state()
-        self.reused = self._state.position
+        self.reused = 0
+        self._replace(make)
+        self.reused = self.position
+
+    def know_last(self) -> None:
+        """Called by the engine before a sweep: where all is computed but the last logits are not
+        known, go back so far that the last token is computed again."""
+        if self._logits is None and not self.waiting():
+            self._go_back(self.length)
 
     @property
     def cold(self) -> bool:
@@ -285,20 +301,27 @@ class Session:
         return self.state.cold and self.position % KDA_CHUNK == 0 and not self.sampled
 
     def prepare(self, count: int) -> None:
-        """Called by the engine before it computes ``count`` more tokens.  Raises ``DoesNotFit``."""
+        """Called by the engine before it computes ``count`` more tokens."""
         if self._wanted and self.cold:
-            for position in self._wanted:
+            for position in sorted(self._wanted):
                 if self.position < position <= self.position + count:
-                    self.state.mark(
-                        position, self.engine.new_state(), partial(self._keep, position)
-                    )
+                    with self._without(position):
+                        snapshot = self.engine.new_state()
+                        self.state.mark(position, snapshot, partial(self._keep, position))
 
     def _keep(self, position: int, snapshot: SequenceState) -> None:
-        with suppress(
-            DoesNotFit, ScratchError
-        ):  # without it going back costs more, and changes nothing else
+        with self._without(position):
             snapshot.take_latents(self.state, position)
             self._kept[position] = snapshot
+
+    @contextmanager
+    def _without(self, position: int) -> Iterator[None]:
+        """A snapshot that has no room is not taken: going back costs more, and nothing changes."""
+        try:
+            yield
+        except (DoesNotFit, ScratchError) as error:
+            self._wanted.discard(position)
+            self.engine.warn(f"No snapshot is kept after {position:,} tokens: {error.problem}")
 
     def keep_logits(self, row: npt.NDArray[np.float32]) -> None:
         """Called by the engine with the logits after the last computed token, [vocab]."""

@@ -25,17 +25,18 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from .config import LATENT_BLOCK
-from .errors import SessionError
+from .errors import SessionError, UsageError
 from .paths import show_path
 from .spec import ModelSpec
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
-STATE, TOKENS, LATENTS = "state.bin", "tokens.bin", "latents"
+STATE, TOKENS, LATENTS, OPEN = "state.bin", "tokens.bin", "latents", "open"
 CHUNK: Final = 16 * LATENT_BLOCK  #: tokens of a chunk file: 4.7 MB of K3's latents in bfloat16
 _SAVE = re.compile(r"save-(\d{6,})")
 _PIECE = 1 << 20  #: bytes read at a time
@@ -68,7 +69,7 @@ def layer_chunk(layer: int, chunk: int) -> str:
 
 def layer_open(layer: int) -> str:
     """Name of the rows behind the last whole chunk of an MLA layer."""
-    return f"open/{layer}.bin"
+    return f"{OPEN}/{layer}.bin"
 
 
 def file_sizes(spec: ModelSpec, item: int, manifest: Manifest) -> dict[str, int | None]:
@@ -105,6 +106,8 @@ def read_manifest(path: Path) -> Manifest:
             f"{show_path(path)} holds no saved session: there is no {MANIFEST}.",
             "Save one there first.",
         ) from error
+    except OSError as error:
+        raise damaged(place, f"it cannot be read ({error.strerror})") from error
     try:
         content = json.loads(data)
         number = content["format"]
@@ -180,7 +183,53 @@ def sweep_out(path: Path, keep: str | None) -> None:
 
 def is_ours(path: Path) -> bool:
     """Whether folder ``path`` holds nothing but what saves put there."""
-    return all(e.name.startswith(MANIFEST) or _SAVE.fullmatch(e.name) for e in path.iterdir())
+    known = {STATE, TOKENS, LATENTS, OPEN}
+    for entry in path.iterdir():
+        if _SAVE.fullmatch(entry.name):
+            if not entry.is_dir() or not known >= {part.name for part in entry.iterdir()}:
+                return False
+        elif not entry.name.startswith(MANIFEST):
+            return False
+    return True
+
+
+def refuse_in_model(path: Path, model: Path) -> None:
+    """Raise ``UsageError`` if ``path`` lies in the folder ``model``."""
+    home, real = Path(os.path.realpath(model)), Path(os.path.realpath(path))
+    if home == real or home in real.parents:
+        raise UsageError(
+            f"{show_path(path)} is in the model's folder, which is left as it is.",
+            "Choose a place outside of it.",
+        )
+
+
+def need_zarr() -> None:
+    """Raise ``SessionError`` where zarr is not installed."""
+    if find_spec("zarr") is None:
+        raise SessionError(
+            "Saved sessions need zarr, which is not installed.", "Use Python 3.11 or later."
+        )
+
+
+def check_place(folder: Path, model: Path) -> None:
+    """Raise ``UsageError`` if no session can be saved to ``folder``, ``SessionError`` if none can
+    be saved anywhere."""
+    refuse_in_model(folder, model)
+    shown = show_path(folder)
+    need_zarr()
+    if not folder.is_dir():
+        if os.path.lexists(folder):
+            raise UsageError(f"{shown} is no folder.", "Name one that is new or holds a session.")
+        if not folder.parent.is_dir():
+            parent = show_path(folder.parent)
+            raise UsageError(f"{shown}: {parent} is not a folder.", "Make it first.")
+    elif not is_ours(folder):
+        raise UsageError(
+            f"{shown} holds something else than a saved session.",
+            "Name a folder that is empty or not there yet.",
+        )
+    if not os.access(folder if folder.is_dir() else folder.parent, os.W_OK):
+        raise UsageError(f"{shown} cannot be written.", "Choose another place.")
 
 
 @contextmanager
@@ -190,6 +239,18 @@ def locked(path: Path) -> Iterator[None]:
     try:
         fcntl.flock(number, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(number)
+
+
+def in_use(path: Path) -> bool:
+    """Whether somebody is saving into folder ``path``."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
     finally:
         os.close(number)
 

@@ -34,11 +34,12 @@ from .session_manifest import (
     STATE,
     TOKENS,
     Manifest,
+    check_place,
     crc_of,
-    is_ours,
     layer_chunk,
     layer_open,
     locked,
+    need_zarr,
     next_save,
     publish,
     read_manifest,
@@ -63,10 +64,7 @@ class Saved(NamedTuple):
 
 def zarr_library() -> Any:
     """The zarr module; raises ``SessionError`` where it is not installed."""
-    if zarr is None:
-        raise SessionError(
-            "Saved sessions need zarr, which is not installed.", "Use Python 3.11 or later."
-        )
+    need_zarr()
     return zarr
 
 
@@ -77,29 +75,23 @@ def save(session: Session, path: str | os.PathLike[str], last: Saved | None) -> 
     Raises ``UsageError`` for a folder of something else, ``SessionError`` if it cannot be written:
     the save that was there before is then still the one that is loaded.
     """
-    state, folder = session.state.usable(), Path(os.path.abspath(path))
-    home = Path(os.path.realpath(session.engine.checkpoint.folder))
-    real = Path(os.path.realpath(folder))
-    if home == real or home in real.parents:
-        raise UsageError(
-            f"{show_path(folder)} is in the model's folder, which is left as it is.",
-            "Choose a place outside of it.",
-        )
+    state, folder = session.state.usable(), Path(os.path.abspath(os.fsdecode(path)))
+    session.engine.check_open()
     try:
+        check_place(folder, session.engine.checkpoint.folder)
         folder.mkdir(exist_ok=True)
         with locked(folder):
-            if not is_ours(folder):
-                raise UsageError(
-                    f"{show_path(folder)} holds something else than a saved session.",
-                    "Name a folder that is empty or not there yet.",
-                )
+            check_place(folder, session.engine.checkpoint.folder)  # it may have changed
             return _Writer(session, state, folder, last).write()
     except OSError as error:
         raise SessionError(
-            f"The session could not be saved to {show_path(folder)}: {error.strerror or error}.",
-            "What was saved there before is still good, and the session goes on in memory. Make "
+            f"The session could not be saved to {show_path(folder)}: {error.strerror or error}"
+            f"{'' if error.filename is None else f' ({show_path(Path(error.filename))})'}.",
+            "What was saved there before is left as it is, and the session goes on in memory. Make "
             "room or choose another place.",
         ) from error
+    except ValueError as error:  # a name with a zero byte
+        raise UsageError(f"No folder can be named so: {error}.", "Choose another name.") from error
 
 
 class _Writer:
@@ -159,7 +151,7 @@ class _Writer:
 
     def _write_tokens(self) -> None:
         tokens, before, kept = np.array(self._session.tokens, "<i4"), self._before, 0
-        if before is not None and 0 < before.tokens <= len(tokens):
+        if before is not None and 0 < before.tokens <= len(tokens) and self._whole(TOKENS):
             old = np.fromfile(self._folder / before.save / TOKENS, "<i4", before.tokens)
             kept = before.tokens if np.array_equal(old, tokens[: before.tokens]) else 0
         self._put(TOKENS, [tokens[kept:].view(np.uint8)], TOKENS if kept else None)
@@ -195,12 +187,29 @@ class _Writer:
         """The rows of a chunk: those of the save before by a link, new ones behind them."""
         latents, before, old = self._state.latents[layer], self._before, None
         begin, end = chunk * CHUNK, min((chunk + 1) * CHUNK, self._state.position)
-        start = begin
+        start, open_one = begin, layer_open(layer)
         if before is not None and end - begin == CHUNK and end <= self._same:
-            start, old = end, name
-        elif before is not None and begin < self._same == before.position:
-            start, old = self._same, layer_open(layer)  # its open chunk, which may only grow
+            if self._whole(name):
+                start, old = end, name
+        elif (
+            before is not None
+            and begin < self._same == before.position
+            and self._whole(open_one, by_content=True)
+        ):
+            start, old = self._same, open_one  # its open chunk, which may only grow
         self._put(name, _rows(latents, start, end), old)
+
+    def _whole(self, name: str, by_content: bool = False) -> bool:
+        """Whether the save before has the file ``name`` as it was written: its length, or also its
+        content.  If not, the rows are written from memory."""
+        assert self._before is not None
+        place, known = self._folder / self._before.save / name, self._before.files.get(name)
+        try:
+            if known is None or place.stat().st_size < known[0]:
+                return False
+            return not by_content or crc_of(place, known[0]) == (known[1], known[0])
+        except OSError:
+            return False
 
     def _put(self, name: str, parts: Iterable[Bytes], old: str | None = None) -> None:
         """A file of ``parts``, behind what the save before has as ``old``."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .config import KDA_CHUNK, LATENT_BLOCK, show_size
+from .config import KDA_CHUNK, LATENT_BLOCK, align_up, show_size
 from .errors import DoesNotFit, ScratchError, SessionError
 from .kernels.pieces import Pieces
 from .spec import ModelSpec
@@ -123,6 +123,10 @@ class Latents:
         """Block ``index`` as it lies, [256, width]; rows beyond ``length`` may hold anything."""
         return self._blocks[index].data
 
+    def bytes_after(self, length: int) -> int:
+        """Bytes of the blocks that ``length`` tokens take."""
+        return align_up(length, LATENT_BLOCK) * self.width * self.dtype.itemsize
+
     def pieces(self) -> Pieces:
         """All blocks that hold tokens, for attention."""
         return [[block.data for block in self._blocks[: self.blocks]]]
@@ -182,6 +186,10 @@ class SpilledLatents:
 
     def release(self) -> None:
         """Nothing was reserved."""
+
+    def bytes_after(self, length: int) -> int:
+        """Bytes in RAM for good: the block that is not full."""
+        return LATENT_BLOCK * self.width * self.dtype.itemsize
 
     def filled_by(self, count: int) -> int:
         """Blocks that ``count`` more tokens fill."""
@@ -279,6 +287,11 @@ class SequenceState:
         item = self.dtype.itemsize
         rows = self.position * self.spec.latent_bytes_per_token(item)
         return self.spec.kda_state_bytes(item) + rows
+
+    def bytes_after(self, position: int) -> int:
+        """What a ledger is charged for a state after ``position`` tokens that shares nothing."""
+        fixed = self.spec.kda_state_bytes(self.dtype.itemsize) + self.spec.vocab * 4
+        return fixed + sum(latents.bytes_after(position) for latents in self.latents.values())
 
     def usable(self) -> SequenceState:
         """Itself, or ``SessionError`` if an interrupted sweep left it half advanced."""

@@ -24,6 +24,10 @@ class Turns:
 
     def sweep(self, sessions: Sequence[Session]) -> dict[Session, K3Error]:
         """As ``Engine.sweep``."""
+        with self._engine.lock:
+            return self._sweep(sessions)
+
+    def _sweep(self, sessions: Sequence[Session]) -> dict[Session, K3Error]:
         self._check(sessions)
         failed: dict[Session, K3Error] = {}
         taken: list[Session] = []
@@ -59,6 +63,7 @@ class Turns:
         for them.  Raises ``DoesNotFit``, ``ScratchError``."""
         engine, prefixes = self._engine, self._engine.prefixes
         with engine.blamed():
+            session.know_last()
             if prefixes is not None:
                 prefixes.jump(session)
             count = cut(session.position, len(session.waiting()), engine.plan.sweep_rows - taken)

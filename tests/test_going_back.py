@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from k3offload.engine import Engine
-from k3offload.errors import DoesNotFit, SessionError, UsageError
+from k3offload.errors import SessionError, UsageError
 from k3offload.loading import load
 from tests.helpers_engine import (
     BRIEF,
@@ -159,9 +159,13 @@ def test_marks_are_given_back(engine: Engine) -> None:
 def test_no_room_for_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     starve(monkeypatch)
     with load(checkpoint(**BRIEF), context=128, sessions=1) as other:
+        warned: list[str] = []
+        other.warn = warned.append
         with session_with(other, LONG[:100]) as session:
             session.mark(64)
-            with pytest.raises(DoesNotFit, match="sequence state"):
-                session.logits()
-        with session_with(other, LONG[:100]) as session:
+            row = session.logits()
+            assert len(warned) == 1 and "No snapshot is kept after 64 tokens" in warned[0]
+            session.append([5])
             session.logits()
+            session.truncate(100)
+            assert session.position == 0 and same_bits(session.logits(), row)

@@ -51,7 +51,11 @@ REFUSED = [
     (["--prompt-file", "none.txt"], 1, "none.txt: No such file"),
     (["--prompt-file", "bad.txt"], 2, "not UTF-8: byte 1 is 0xff"),
     (["a", "--session", "no/where"], 2, "no is not a folder"),
-    (["a", "--session", "p.txt"], 1, "could not be saved"),
+    (["a", "--session", "p.txt"], 2, "p.txt is no folder"),
+    (["a", "--session", "."], 2, "something else than a saved session"),
+    (["a", "--session", "link"], 2, "link is no folder"),
+    (["a", "--prefix-dir", ""], 2, "has no name"),
+    (["a", "--prefix-disk", "1G"], 2, "--prefix-dir DIR"),
     (["a", "--session", "cut"], 1, "manifest.json is damaged"),
     (["a", "--prefix-dir", "d", "--prefix-disk", "much"], 2, "'much' is not a size"),
 ]
@@ -69,6 +73,7 @@ def test_refused(
     monkeypatch.chdir(tmp_path)
     Path("p.txt").write_text("x")
     Path("bad.txt").write_bytes(b"a\xff")
+    Path("link").symlink_to("nothing")
     Path("cut").mkdir()
     Path("cut/manifest.json").write_text("{")
     got, _, err = call(["generate", "nano", *arguments, "-n", 1], capsys)

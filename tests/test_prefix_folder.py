@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from k3offload.budget import state_bytes
 from k3offload.engine import Engine
 from k3offload.errors import UsageError
 from k3offload.loading import load
 from k3offload.options import Watch
-from k3offload.session_manifest import MANIFEST
+from k3offload.session_manifest import MANIFEST, locked
 from tests.helpers_engine import (
     BRIEF,
     Logits,
@@ -114,7 +116,7 @@ def test_the_folder_is_bounded(tmp_path: Path) -> None:
     prompts = [some_tokens(100, 30 + i) for i in range(4)]
     with loaded(tmp_path)[0] as engine:
         ask(engine, prompts[0])
-    one = total(tmp_path)
+    one = total(tmp_path) + 4096 * len([p for p in tmp_path.rglob("*") if p.is_file()])
     for prompt in (prompts[1], prompts[2], prompts[1], prompts[3]):
         engine, said = loaded(tmp_path, prefix_disk=int(2.5 * one))
         with engine:
@@ -152,4 +154,42 @@ def test_a_folder_needs_room_in_ram(tmp_path: Path) -> None:
         loaded(tmp_path, prefix_cache=0)
     with loaded(tmp_path)[0] as engine:
         purposes = dict(engine.plan.purposes)
-        assert purposes["shared prefixes"] * 2 == purposes["sequence state and latents"]
+        one = purposes["sequence state and latents"] // 2  # of two sessions
+        assert purposes["shared prefixes"] == one + state_bytes(engine.spec, "float32", 64)
+
+
+def test_a_folder_that_goes_away_costs_a_warning_r32(
+    tmp_path: Path, cold: dict[int, Logits]
+) -> None:
+    place = tmp_path / "kept"
+    engine, said = loaded(place)
+    with engine:
+        shutil.rmtree(place)
+        assert same_bits(ask(engine, LONG[:300])[0], cold[300])
+        assert len(said) == 1 and "could not be kept on disk" in said[0]
+        place.write_text("a file")
+        assert same_bits(ask(engine, LONG)[0], cold[700])
+        assert len(said) > 1
+
+
+@pytest.mark.parametrize("name", ["", "kept/file", "model"])
+def test_places_that_cannot_hold_prefixes(tmp_path: Path, name: str) -> None:
+    (tmp_path / "kept").write_text("")
+    place = checkpoint(**BRIEF) / "kept" if name == "model" else tmp_path / name if name else ""
+    with pytest.raises(UsageError):
+        loaded(place)  # type: ignore[arg-type]
+    assert not (checkpoint(**BRIEF) / "kept").exists()
+
+
+def test_what_a_killed_store_left_is_deleted(tmp_path: Path) -> None:
+    """But nothing that is in use, or not ours."""
+    for name in ("0" * 32, "1" * 32, "2" * 32):
+        (tmp_path / name / "save-000001").mkdir(parents=True)
+        (tmp_path / name / "save-000001" / "state.bin").write_bytes(b"x")
+    (tmp_path / ("2" * 32) / "letter").write_text("x")
+    with locked(tmp_path / ("1" * 32)):
+        engine, _ = loaded(tmp_path)
+        with engine:
+            assert ask(engine, LONG[:100])[1] == 0
+    left = {p.name for p in tmp_path.iterdir()}
+    assert "0" * 32 not in left and {"1" * 32, "2" * 32} <= left and len(left) == 3

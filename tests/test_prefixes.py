@@ -73,7 +73,7 @@ def test_edges_of_a_prompt_and_its_extensions_r74(
         assert reused == length // 64 * 64
         assert same_bits(row, logits_of(cold, tokens, keep=1)[0])
     row, reused = ask(engine, first)  # the last token is always computed
-    assert reused == (length // 64 * 64 if length % 64 else 0)
+    assert reused == (length - 1) // 64 * 64
     assert same_bits(row, logits_of(cold, first, keep=1)[0])
 
 
@@ -207,6 +207,7 @@ def test_the_least_recently_used_makes_room(cold: Engine) -> None:
         assert ask(engine, prompts[1])[1] == 0
         row, reused = ask(engine, LONG)  # of more blocks than there is room for
         assert reused == 0 and same_bits(row, logits_of(cold, LONG, keep=1)[0])
+        assert ask(engine, prompts[1])[1] == 64  # and nothing had to go for it
 
 
 def test_shared_blocks_count_once(engine: Engine) -> None:

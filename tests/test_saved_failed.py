@@ -18,9 +18,9 @@ from k3offload.engine import Engine
 from k3offload.errors import SessionError, UsageError
 from k3offload.loading import load
 from k3offload.session import Session
-from k3offload.session_manifest import read_manifest
+from k3offload.session_manifest import MANIFEST, read_manifest
 from tests.helpers_engine import BRIEF, checkpoint, same_bits, session_with, some_tokens
-from tests.helpers_saved import A, B
+from tests.helpers_saved import A, B, one_file
 
 zarr = pytest.importorskip("zarr")
 
@@ -39,10 +39,12 @@ def test_places_that_hold_something_else(engine: Engine, tmp_path: Path) -> None
             session.save(tmp_path / "mine")
         with pytest.raises(UsageError, match="in the model's folder"):
             session.save(checkpoint(**BRIEF) / "s")
-        with pytest.raises(SessionError, match=r"could not be saved.*No such file"):
+        with pytest.raises(UsageError, match="a is not a folder"):
             session.save(tmp_path / "a" / "b")
-        with pytest.raises(SessionError, match=r"could not be saved.*File exists"):
+        with pytest.raises(UsageError, match=r"diary\.txt is no folder"):
             session.save(tmp_path / "mine" / "diary.txt")
+        with pytest.raises(UsageError, match="can be named so"):
+            session.save(f"{tmp_path}/a\0b")
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["diary.txt"]
 
 
@@ -152,3 +154,51 @@ def test_a_killed_save_leaves_the_one_before_r32(engine: Engine, tmp_path: Path)
             again.append([5])
             session.append([5])
             assert same_bits(again.logits(), session.logits())
+
+
+def test_a_folder_that_only_looks_like_ours_is_left(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "save-000001").mkdir()
+    (tmp_path / "save-000001" / "precious.txt").write_text("x")
+    with session_with(engine, A) as session:
+        session.logits()
+        with pytest.raises(UsageError, match="something else"):
+            session.save(tmp_path)
+    assert (tmp_path / "save-000001" / "precious.txt").read_text() == "x"
+
+
+@pytest.mark.parametrize("name", ["open/3.bin", "tokens.bin", "state.bin"])
+@pytest.mark.parametrize("how", ["cut", "flip", "gone"])
+def test_a_damaged_save_is_replaced_by_a_whole_one(
+    engine: Engine, tmp_path: Path, name: str, how: str
+) -> None:
+    """Nothing of it is taken over: what is in memory is whole."""
+    path = tmp_path / "s"
+    with session_with(engine, A) as session:
+        session.logits()
+        session.save(path)
+        place = one_file(path, name)
+        data = place.read_bytes()
+        if how == "gone":
+            place.unlink()
+        else:
+            place.write_bytes(data[:-40] if how == "cut" else data[:50] + b"~~~" + data[53:])
+        session.append(some_tokens(40, 8))
+        wanted = session.logits()
+        session.save(path)
+    with engine.load_session(path) as again:
+        assert same_bits(again.logits(), wanted)
+
+
+def test_a_manifest_that_is_a_folder(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).mkdir()
+    with pytest.raises(SessionError, match=f"{MANIFEST} is damaged: it cannot be read"):
+        engine.load_session(tmp_path)
+
+
+def test_nothing_is_saved_of_a_closed_engine(tmp_path: Path) -> None:
+    with load(checkpoint(**BRIEF), context=300) as other:
+        session = session_with(other, A[:20])
+        session.logits()
+    with pytest.raises(SessionError, match="engine is closed"):
+        session.save(tmp_path / "s")
+    assert not (tmp_path / "s").exists()
