@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
-from .adaptive import Adaptive
+from .adaptive import Adaptive, Outbox
 from .checkpoint import Checkpoint
-from .config import show_size
+from .config import CALL_ROWS, show_size
 from .device_trunk import DeviceTrunk
 from .device_warmup import Made
 from .devices import (
@@ -39,6 +39,7 @@ from .tiers.base import Buffer, PageId, Ticket
 from .tiers.device import Device, blamed
 from .tiers.tier_device import DeviceTier
 from .tiers.tier_disk import DiskTier
+from .tiers.tier_ram import Slab
 from .weights import Weights
 
 PIN_REFUSED = (
@@ -131,9 +132,10 @@ class Accelerator:
         self._ends.callback(self.trunk.close)
 
     def load_experts(
-        self, weights: Weights, host: ExpertStore, slots: Buffer, disk: DiskTier
+        self, weights: Weights, host: ExpertStore, slots: Buffer, disk: DiskTier, rows: int
     ) -> None:
-        """Make the slots of the device, over those of ``host``, which lie in ``slots``."""
+        """Make the slots of the device, over those of ``host``, which lie in ``slots``, for sweeps
+        of ``rows`` rows."""
         if not self.placed.experts:
             return
         self._lock([slots])
@@ -145,7 +147,17 @@ class Accelerator:
         self.store = ExpertStore(tier, list(memory), policy)
         if self._options.adaptive:
             times = self._copy_seconds(slots, memory[0]), self._cpu_seconds(weights, slots)
-            self.adaptive = Adaptive(self.store, host, self._cpu, *times)
+            self.adaptive = Adaptive(self.store, host, self._cpu, self._outbox(rows), *times)
+
+    def _outbox(self, rows: int) -> Outbox:
+        """Room for results of the CPU in sweeps of ``rows`` rows: of two calls, or of all where
+        that is less.  RAM's plan has room for all of them, though they lie on the device."""
+        moe, kind = self._checkpoint.spec.moe, getattr(torch, self._options.dtype)
+        assert moe is not None
+        rows = min(2 * CALL_ROWS, rows * moe.top_k)
+        memory = Slab(rows * moe.io * kind.itemsize).bytes
+        self._lock([memory])
+        return Outbox(self.device, memory, kind, moe.io)
 
     def _copy_seconds(self, source: Buffer, slot: torch.Tensor) -> float:
         """Seconds that an expert takes over the bus."""

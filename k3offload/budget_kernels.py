@@ -162,9 +162,17 @@ def device_scratch(spec: ModelSpec, dtype: str, rows: int, context: int) -> int:
     """Bytes that Triton's operators take beside their results, at most, in a sweep of ``rows``
     rows: one operator at a time."""
     inner = max(part.rows * part.inner for part in mlps(spec, rows)) * ITEM[dtype]
-    mixed = KDA_CHUNK * spec.kda.width * 4 if spec.kda_layers else 0  # before each head's norm
+    mixed = mixer_scratch(spec) if spec.kda_layers else 0
     attention = attention_scratch(spec, dtype, rows, context) if spec.mla_layers else 0
     return max(inner, mixed, attention)
+
+
+def mixer_scratch(spec: ModelSpec) -> int:
+    """Of ``device_scratch``, what a KDA layer takes for a chunk of a prompt, float32: its inputs,
+    what tokens are to one another in each sub-block, and results before each head's norm."""
+    kda, blocks = spec.kda, KDA_CHUNK // SUB_BLOCK
+    numbers = KDA_CHUNK * (8 * kda.width + kda.heads)
+    return 4 * (numbers + blocks * (kda.width + 2 * SUB_BLOCK**2 * kda.heads))
 
 
 def attention_scratch(spec: ModelSpec, dtype: str, rows: int, context: int) -> int:

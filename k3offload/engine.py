@@ -145,7 +145,8 @@ class Engine:
             self.disk.look = self.weights.arrived
             self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), policy)
             if there is not None:
-                there.load_experts(self.weights, self.store, slab.bytes, self.disk)
+                rows = self.plan.sweep_rows
+                there.load_experts(self.weights, self.store, slab.bytes, self.disk, rows)
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
         self.prefixes = self._prefixes(self.plan.prefixes)
         self._counts = {

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .adaptive import Adaptive
+from .adaptive import Adaptive, Outbox
 from .arena import LayerWeights
 from .config import CALL_ROWS
 from .kernels.choose import Kernels
@@ -88,7 +88,7 @@ def moe(
             chosen = [places[page] for page, _ in batch]
             if isinstance(store, Adaptive) and not isinstance(batch[0][1], torch.Tensor):
                 begin = time.perf_counter()
-                results.run(weights, chosen, decoding, store.kernels, apart=True)
+                results.run(weights, chosen, decoding, store.kernels, store.outbox)
                 store.computed(time.perf_counter() - begin, len(batch))
             else:
                 results.run(weights, chosen, decoding, side.kernels)
@@ -166,10 +166,10 @@ class _Results:
         places: Sequence[list[int]],
         decoding: int,
         kernels: Kernels,
-        apart: bool = False,
+        outbox: Outbox | None = None,
     ) -> None:
-        """Experts that have arrived; the first ``decoding`` rows decode.  ``apart``: on the CPU,
-        while the others are not."""
+        """Experts that have arrived; the first ``decoding`` rows decode.  With ``outbox`` the CPU
+        computes them, unlike the others, and their results are sent."""
         border = decoding * self._k
         for decode in (True, False):
             if border in (0, self._count):  # rows of one kind: nothing to part
@@ -183,15 +183,18 @@ class _Results:
                 for i, place in enumerate(where, self._done):
                     self._at[place] = i
                 y = self.y[self._done : end]
-                if apart:
-                    y.copy_(kernels.experts(self._on_cpu(kernels), jobs, self._act, decode))
-                else:
+                if outbox is None:
                     kernels.experts(self._latent, jobs, self._act, decode, y)
+                else:
+                    given, rows = self._on_cpu(kernels, outbox), outbox.rows(len(where))
+                    kernels.experts(given, jobs, self._act, decode, rows)
+                    outbox.send(y)
                 self._done = end
 
-    def _on_cpu(self, kernels: Kernels) -> torch.Tensor:
+    def _on_cpu(self, kernels: Kernels, outbox: Outbox) -> torch.Tensor:
         if self._moved is None:
             self._moved = kernels.here(self._latent)[0]
+            outbox.aim(self.y)
         return self._moved
 
     @property
