@@ -94,5 +94,7 @@ def open_engine(
     for name in ("ram", "cache", "vram", "latents", "summaries", "prefix_cache", "prefix_disk"):
         if name in given:
             given[name] = parse_size(given[name])
+    if "scratch" in given:
+        given["scratch"] = Path(given["scratch"])
     given.update(sizes(tokenizer, checkpoint.spec))
     return Engine(checkpoint, tokenizer, Options(**given), watch or Watch(), device)

@@ -77,6 +77,11 @@ class Session:
             raise SessionError("This session is closed.", "Open one with engine.session().")
         return self._state
 
+    def _stay_closed(self) -> None:
+        """Raise ``SessionError`` once closed.  A name for the state in the caller would keep its
+        memory, which the next one may need."""
+        _ = self.state
+
     def waiting(self) -> list[int]:
         """Tokens appended and not computed yet."""
         return self._tokens[self.state.usable().position :]
@@ -163,7 +168,7 @@ class Session:
         """Back to ``snapshot``, which stays usable.  Also the way out of a lost state."""
         if snapshot.state.spec is not self.engine.spec:
             raise SessionError("This snapshot is of another engine.", "Take one of this session.")
-        _ = self.state  # a closed session stays closed
+        self._stay_closed()
         self._state = None  # freed before its replacement is made
         self._forget_marks()
         self._state = self.engine.copied(snapshot.state)
@@ -199,7 +204,7 @@ class Session:
 
     def reset(self) -> None:
         """Forget everything, as if opened anew."""
-        _ = self.state  # a closed session stays closed
+        self._stay_closed()
         self._state = None  # freed before its replacement is made
         self._forget_marks()
         self._state = self.engine.new_state()
@@ -259,7 +264,7 @@ class Session:
 
     def _go_back(self, length: int) -> None:
         """To the longest snapshot that leaves a token of ``length`` to compute."""
-        _ = self.state  # a closed session stays closed
+        self._stay_closed()
         self._state = None  # freed before its replacement is made
         self._kept = {p: kept for p, kept in self._kept.items() if p < length}
         self._wanted = {position for position in self._wanted if position < length}

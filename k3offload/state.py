@@ -363,10 +363,9 @@ class SequenceState:
     def take_latents(self, source: SequenceState, position: int, borrow: bool = False) -> None:
         """Be after ``position`` tokens, with the latents of ``source``: shared as far as the own
         ledger pays for them or, with ``borrow``, anyone's.  Raises ``DoesNotFit``."""
-        self.latents = {
-            layer: latents.copy(self._home_of(layer), position, borrow)
-            for layer, latents in source.latents.items()
-        }
+        for layer, latents in source.latents.items():
+            self.latents.pop(layer, None)  # its open block makes room for the other's
+            self.latents[layer] = latents.copy(self._home_of(layer), position, borrow)
         self.position, self.cold = position, source.cold
 
     def _take_layer(self, source: SequenceState, layer: int) -> None:
