@@ -36,7 +36,7 @@ from .session import Session
 from .session_load import load_session
 from .spec import ModelSpec
 from .spilling import Spilling
-from .state import Ledger, SequenceState
+from .state import HomeOf, Ledger, SequenceState
 from .tiers.base import PageId
 from .tiers.device import Device
 from .tiers.spill_files import zarr
@@ -138,6 +138,8 @@ class Engine:
         if there is not None:
             there.compile(self.weights, self._watch.compiling)
             there.load_trunk(self.weights)
+            if self.spilling is not None and self.spilling.latents is not None:
+                there.load_latents(self.spilling.latents)
         self.store: ExpertStore | None = None
         if self.plan.slots:
             slab = Slab(self.plan.slots * self.plan.slot_bytes)
@@ -224,10 +226,15 @@ class Engine:
             below = PrefixFolder(self, options.prefix_dir, options.prefix_disk)
 
         def make(ledger: Ledger) -> SequenceState:
-            homes = self.spilling.homes(ledger) if self.spilling else None
-            return SequenceState(self.spec, self._dtype, ledger, homes)
+            return SequenceState(self.spec, self._dtype, ledger, self._homes(ledger, True))
 
         return Prefixes(size, make, below) if size else None
+
+    def _homes(self, ledger: Ledger, shared: bool = False) -> HomeOf | None:
+        """Where each layer's state lives, that of ``shared`` snapshots in RAM; None: all there."""
+        if self.accelerator is not None:
+            return self.accelerator.homes(ledger, shared)
+        return self.spilling.homes(ledger) if self.spilling else None
 
     def _schedule(self, store: ExpertStore | None) -> Schedule | None:
         """Look-ahead, where experts are missing at all."""
@@ -264,9 +271,8 @@ class Engine:
 
     def new_state(self, snapshot: SequenceState | None = None) -> SequenceState:
         """An empty state, or one that goes on from ``snapshot``.  Raises ``DoesNotFit``."""
-        there = self.accelerator or self.spilling
-        homes = None if there is None else there.homes(self._ledger)
         with self.blamed():
+            homes = self._homes(self._ledger)
             state = SequenceState(self.spec, self._dtype, self._ledger, homes)
             if snapshot is not None:
                 state.take(snapshot)
