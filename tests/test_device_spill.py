@@ -321,6 +321,25 @@ def test_a_failed_copy_loses_its_block_alone(make: Callable[..., Window]) -> Non
     assert window.read(fine.blocks) == fine.given
 
 
+def test_a_copy_that_is_interrupted_loses_its_block_alone(
+    make: Callable[..., Window], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is asked for: it may or may not be under way."""
+
+    def fetch(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    window = make(Room(4, 1), Room(9, 1))
+    lost, fine = Array(window.array()), Array(window.array())
+    lost.grow(window, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(window.device, "fetch", fetch)
+        with pytest.raises(KeyboardInterrupt):
+            fine.grow(window, 3)
+    fine.grow(window, 7)
+    assert lost.lost and window.read(fine.blocks) == fine.given
+
+
 def test_a_device_without_the_memory_says_so(make: Callable[..., Window]) -> None:
     window = make()
     with pytest.raises(DeviceError, match="--vram"):

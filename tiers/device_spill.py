@@ -93,6 +93,7 @@ class DeviceSpill:
         slot = self._slot()
         self._views[slot].copy_(data)
         place = _Place(slot, array)
+        self._free.pop()  # only now: an interruption loses no slot
         self._held[place] = None
         block = DeviceBlock(place)
         weakref.finalize(block, self._gone.append, place).atexit = False
@@ -101,13 +102,14 @@ class DeviceSpill:
         return block
 
     def _slot(self) -> int:
+        """The slot to use next, the last of the free ones."""
         self._tidy()
         self._arrived()
         while not self._free:
             if not self._leaving:
                 self._leave()
             self._arrived(wait=True)
-        return self._free.pop()
+        return self._free[-1]
 
     def _tidy(self) -> None:
         """Take back the slots of what nobody has any more; what is leaving gives its own back."""
@@ -122,13 +124,15 @@ class DeviceSpill:
         place = next(iter(self._held))
         assert place.array is not None and place.slot is not None
         try:
-            below, memory = place.array.begin()
+            if place.below is not None:  # nobody knows how far it came
+                raise ScratchError("A copy to RAM was interrupted.", LOST)
+            place.below, memory = place.array.begin()
         except ScratchError as error:
             self._give_back(place, error)
             return
         source, ready = self._bytes(place.slot), self._device.mark()
         self._device.fetch(source, memory, ready, place.ticket.finish)
-        place.below, place.array = below, None
+        place.array = None
         del self._held[place]
         self._leaving.append(place)
         self.counts.written_bytes += self._size
