@@ -6,14 +6,16 @@ Layers that it does not compute, and everything it holds no copy of, stay with t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 import torch
 
 from .adaptive import Adaptive, Outbox
 from .checkpoint import Checkpoint
 from .config import CALL_ROWS, show_size
+from .device_latents import DeviceLatents
 from .device_trunk import DeviceTrunk
 from .device_warmup import Made
 from .devices import (
@@ -37,6 +39,9 @@ from .scheduler.store import ExpertStore
 from .state import Home, HomeOf, Ledger
 from .tiers.base import Buffer, PageId, Ticket
 from .tiers.device import Device, blamed
+from .tiers.device_spill import DeviceSpill
+from .tiers.spill import Spill
+from .tiers.spill_room import room_for
 from .tiers.tier_device import DeviceTier
 from .tiers.tier_disk import DiskTier
 from .tiers.tier_ram import Slab
@@ -46,6 +51,11 @@ PIN_REFUSED = (
     "The system refuses to lock {size} of memory for copies to the GPU, so they are slower. Raise "
     "the limit (ulimit -l unlimited, or memlock in /etc/security/limits.conf)."
 )
+
+
+def for_cpu(kernels: Mapping[str, str]) -> dict[str, str]:
+    """What of ``--kernel`` is meant for the CPU."""
+    return {op: backend for op, backend in kernels.items() if backend != TRITON}
 
 
 class Accelerator:
@@ -70,6 +80,8 @@ class Accelerator:
         self.trunk: DeviceTrunk
         self.store: ExpertStore | None = None
         self.adaptive: Adaptive | None = None
+        self.latents: DeviceSpill | None = None  #: where not all latents have room there
+        self._spill: Spill[torch.Tensor] | None = None  # where they go then, and the CPU's
         self.compile_seconds = 0.0  #: before the first sweep
         self._told = False  # that memory cannot be locked
         if options.adaptive and not self.placed.experts:
@@ -130,6 +142,17 @@ class Accelerator:
         self._lock(weights.memory(self.placed.layers if streams else 0, head))
         self.trunk = DeviceTrunk(weights, self.device, self.plan, layers, self.placed.head)
         self._ends.callback(self.trunk.close)
+
+    def load_latents(self, below: Spill[torch.Tensor]) -> None:
+        """Latents without room go ``below``, those that lie on the device by way of its slots."""
+        self._spill = below
+        if self.plan.latents is None:
+            return
+        self._lock([below.memory])
+        room = room_for(self.plan.latents, below.layout.block)
+        assert room is not None, self.plan
+        self.latents = DeviceSpill(below, self.device, room)
+        self._ends.callback(self.latents.close)
 
     def load_experts(
         self, weights: Weights, host: ExpertStore, slots: Buffer, disk: DiskTier, rows: int
@@ -203,9 +226,12 @@ class Accelerator:
         """Errors of torch and Triton inside the block name this device and what to do."""
         return blamed(self.device.name)
 
-    def homes(self, ledger: Ledger) -> HomeOf:
-        """Where each layer's state lives."""
-        here, there = Home(torch.device("cpu"), ledger), Home(self.device.where, self._ledger)
+    def homes(self, ledger: Ledger, shared: bool = False) -> HomeOf:
+        """Where each layer's state lives; with ``shared`` that of snapshots, which lie in RAM."""
+        here = Home(torch.device("cpu"), ledger, self._spill)
+        there = Home(here.where, ledger) if shared else Home(self.device.where, self._ledger)
+        if self.latents is not None:
+            there = there._replace(spill=self._spill, kind=partial(DeviceLatents, self.latents))
         return lambda layer: there if layer < self.placed.layers else here
 
     def close(self) -> None:
@@ -213,5 +239,5 @@ class Accelerator:
         with ExitStack() as last:
             last.callback(self.device.close)
             last.callback(self._ends.close)
-            for name in ("store", "adaptive", "trunk", "kernels"):
+            for name in ("store", "adaptive", "latents", "trunk", "kernels"):
                 self.__dict__.pop(name, None)  # and with them the device's memory

@@ -170,10 +170,10 @@ def _ask(layout: Model, **given: Any) -> Ask:
     names = ("vram", "latents", "summaries")
     sizes = {name: given.pop(name, None) for name in names}
     sizes = {name: None if size is None else parse_size(size) for name, size in sizes.items()}
-    if sizes["vram"] is not None and (wrong := [n for n in names[1:] if sizes[n] is not None]):
+    if sizes["vram"] is not None and sizes["summaries"] is not None:
         raise UsageError(
-            f"--{wrong[0]} is about what lies in RAM, and with a GPU its memory holds that.",
-            f"Leave out --{wrong[0]} or --vram.",
+            "--summaries is about what lies in RAM, and with a GPU its memory holds that.",
+            "Leave out --summaries or --vram.",
         )
     return Ask(
         ram=int(read_machine().ceiling * 0.9) if ram is None else parse_size(ram),

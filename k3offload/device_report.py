@@ -15,7 +15,7 @@ from .devices import (
     device_plan,
     placement,
 )
-from .errors import DoesNotFit
+from .errors import DoesNotFit, UsageError
 from .forecast import Setup
 from .forecast_device import Bus, DeviceForecast, forecast
 from .layout import Layout
@@ -109,7 +109,7 @@ def device_report(
         )
         try:
             found = _way(layout, ask, rates, demand, bus, other, trunk_on, experts_on)
-        except DoesNotFit:
+        except (DoesNotFit, UsageError):  # or --latents means nothing that way
             continue
         others.append(found[2])
     return DeviceReport(plan, ram, placed, bus, way, tuple(others))
@@ -125,7 +125,7 @@ def _way(
     plan = device_plan(own, ask.vram, ask.sweep, "VRAM", use)
     rest = beside_device(demand, plan, placed, ask, layout.spec)
     rows = min(ask.sweep or plan.sweep_rows, plan.sweep_rows)
-    ram = make_plan(rest, Limits(ask.ram, ask.cache, rows, use=use))
+    ram = make_plan(rest, Limits(ask.ram, ask.cache, rows, latents=ask.latents, use=use))
     setup = Setup(layout.spec, ram, rates, ask.dtype, ask.trunk, ask.packed, ask.hit_rate)
     step = forecast(setup, plan, placed, bus, rows=1, position=ask.context, decode=True)
     rows = min(ram.sweep_rows, ask.context)

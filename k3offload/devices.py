@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from .budget import HEAP_SLACK, asked_bytes, state_bytes, working_set
+from .budget import HEAP_SLACK, asked_bytes, latents_of, state_bytes, working_set
 from .budget_kernels import Backend, device_scratch
-from .config import LATENT_BLOCK, align_up
+from .config import EXPANDED, LATENT_BLOCK, align_up
 from .errors import DoesNotFit, UsageError
 from .layout import Layout, arena_size, head_buffers, head_tensors
-from .scheduler.plan import Demand, Limits, Plan, Use, make_plan
+from .scheduler.plan import Demand, Latents, Limits, Plan, Use, make_plan
 from .spec import ModelSpec
+from .tiers.spill_room import GOOD, PIECE
 
 #: Bytes of a GPU that its driver's context, compiled kernels and the allocator's rounding take.
 RESERVE = 600 << 20
 NAMES = {
     "interpreter, libraries, page index": "context, kernels, rounding",
-    "decoding tables and weight tiles": "",
+    "decoding tables and weight tiles": "sums that attention carries",
     "read buffers": "",
     "kept for the caller": "",
     "cache policy": "",
@@ -110,6 +111,25 @@ def device_demand(
         experts=spec.expert_count if placed.experts else 0,
         top_k=spec.moe.top_k if spec.moe and placed.experts else 0,
         asked=lambda rows: asked_bytes(spec, rows) if placed.experts else 0.0,
+        latents=_own_latents(spec, options, placed, True),
+    )
+
+
+def _own_latents(spec: ModelSpec, options: Wish, placed: Placement, there: bool) -> Latents | None:
+    """The latents of layers that the device computes, or of those that it does not."""
+    every = latents_of(spec, options.dtype, options.context, options.sessions)
+    own = sum((layer < placed.layers) == there for layer in spec.mla_layers)
+    if every is None or not own:
+        return None
+    whole = every.whole * own // len(spec.mla_layers)
+    # longer contexts have what their sums take in the working set
+    counted = there and options.context > EXPANDED * LATENT_BLOCK
+    return replace(
+        every,
+        whole=whole,
+        open=every.open * own // len(spec.mla_layers),
+        carried=0 if counted else every.carried,
+        good=min(GOOD, max(every.least, whole // 8)),
     )
 
 
@@ -149,12 +169,25 @@ def beside_device(
               for i, size in enumerate(demand.layers)]  # fmt: skip
     here = state_bytes(spec, options.dtype, options.context)
     there = state_of(spec, options, range(placed.layers))
+    own, away = (_own_latents(spec, options, placed, there) for there in (False, True))
+    beyond, prefixes = 0, demand.prefixes
+    if away is not None and plan.latents is not None:
+        beyond, prefixes = max(0, away.whole - plan.latents), demand.prefixes_spilled
+        beyond = max(away.least, beyond + min(2 * PIECE, beyond // 3))  # buffers beside them
+        whole = beyond + (own.whole if own else 0)
+        own = replace(
+            own or replace(away, open=0, carried=0),
+            whole=whole,
+            good=min(GOOD, max(away.least, whole // 8)),
+            must=True,
+        )
     return replace(
         demand,
         layers=layers,
-        state=options.sessions * (here - there),
+        state=options.sessions * (here - there) + beyond,
         head_away=placed.head and plan.head_resident,
         longest=None,
-        latents=None,  # those that a device computes with lie there
-        summaries=None,
+        latents=own,
+        prefixes_spilled=prefixes,
+        summaries=None,  # those that a device computes with lie there
     )

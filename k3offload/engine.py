@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from .accelerator import Accelerator
+from .accelerator import Accelerator, for_cpu
 from .budget import demand_of
 from .budget_kernels import Backend
 from .checkpoint import Checkpoint
 from .errors import DoesNotFit, K3Error, SessionError, UsageError
-from .kernels.choose import NATIVE, TRITON, Kernels
+from .kernels.choose import NATIVE, Kernels
 from .kernels.workers import Workers
 from .layer_moe import Side
 from .machine import read_machine, steady_allocator, trim_allocator
@@ -36,7 +36,7 @@ from .session import Session
 from .session_load import load_session
 from .spec import ModelSpec
 from .spilling import Spilling
-from .state import Ledger, SequenceState
+from .state import HomeOf, Ledger, SequenceState
 from .tiers.base import PageId
 from .tiers.device import Device
 from .tiers.tier_disk import DiskTier
@@ -47,11 +47,6 @@ from .warmup import warm_up
 from .weights import Weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def _for_cpu(kernels: Mapping[str, str]) -> dict[str, str]:
-    """What of ``--kernel`` is meant for the CPU."""
-    return {op: backend for op, backend in kernels.items() if backend != TRITON}
 
 
 def backend_of(kernels: Kernels) -> Backend:
@@ -92,7 +87,7 @@ class Engine:
             if device == "cpu":
                 raise UsageError(f"{inert} is about a GPU.", "Leave it out, or --device cpu.")
             watch.warn(f"{inert} has no effect: {self.device_line}")
-        wanted = options.kernels if opened is None else _for_cpu(options.kernels)
+        wanted = options.kernels if opened is None else for_cpu(options.kernels)
         self.kernels = Kernels(self._workers, wanted, options.isa)
         self.accelerator: Accelerator | None = None
         if opened is not None:
@@ -138,6 +133,8 @@ class Engine:
         if there is not None:
             there.compile(self.weights, self._watch.compiling)
             there.load_trunk(self.weights)
+            if self.spilling is not None and self.spilling.latents is not None:
+                there.load_latents(self.spilling.latents)
         self.store: ExpertStore | None = None
         if self.plan.slots:
             slab = Slab(self.plan.slots * self.plan.slot_bytes)
@@ -225,10 +222,15 @@ class Engine:
             below = PrefixFolder(self, options.prefix_dir, options.prefix_disk or PREFIX_DISK)
 
         def make(ledger: Ledger) -> SequenceState:
-            homes = self.spilling.homes(ledger) if self.spilling else None
-            return SequenceState(self.spec, self._dtype, ledger, homes)
+            return SequenceState(self.spec, self._dtype, ledger, self._homes(ledger, True))
 
         return Prefixes(size, make, below) if size else None
+
+    def _homes(self, ledger: Ledger, shared: bool = False) -> HomeOf | None:
+        """Where each layer's state lives, that of ``shared`` snapshots in RAM; None: all there."""
+        if self.accelerator is not None:
+            return self.accelerator.homes(ledger, shared)
+        return self.spilling.homes(ledger) if self.spilling else None
 
     def _schedule(self, store: ExpertStore | None) -> Schedule | None:
         """Look-ahead, where experts are missing at all."""
@@ -265,9 +267,8 @@ class Engine:
 
     def new_state(self, snapshot: SequenceState | None = None) -> SequenceState:
         """An empty state, or one that goes on from ``snapshot``.  Raises ``DoesNotFit``."""
-        there = self.accelerator or self.spilling
-        homes = None if there is None else there.homes(self._ledger)
         with self.blamed():
+            homes = self._homes(self._ledger)
             state = SequenceState(self.spec, self._dtype, self._ledger, homes)
             if snapshot is not None:
                 state.take(snapshot)

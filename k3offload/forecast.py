@@ -355,8 +355,10 @@ class _Sweep:
         """Bytes that a layer's attention reads from disk: of what stands before, the part that RAM
         has no room for."""
         held = self.setup.plan.latents
-        if held is None:
-            return 0.0
+        return 0.0 if held is None else self._beyond(held)
+
+    def _beyond(self, held: float) -> float:
+        """The same of what lies elsewhere than ``held`` bytes of all layers' latents."""
         tokens: float = self.position * (self.n if self.decode else 1)
         every = tokens * self.spec.latent_bytes_per_token(self.itemsize)
         spilled = max(0.0, 1 - held / every) if every else 0.0

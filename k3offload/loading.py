@@ -69,7 +69,6 @@ def load(
     missing bytes, before any weight is read.
     """
     how: dict[str, Any] = dict(locals())  # the arguments, nothing else is there yet
-    how["scratch"] = None if scratch is None else Path(scratch)
     sizes = {name: how.pop(name) for name in ("context", "sessions", "sweep")}
     return open_engine(how.pop("path"), lambda tokenizer, spec: sizes, **how)
 
@@ -95,5 +94,7 @@ def open_engine(
     for name in ("ram", "cache", "vram", "latents", "summaries", "prefix_cache", "prefix_disk"):
         if name in given:
             given[name] = parse_size(given[name])
+    if "scratch" in given:
+        given["scratch"] = Path(given["scratch"])
     given.update(sizes(tokenizer, checkpoint.spec))
     return Engine(checkpoint, tokenizer, Options(**given), watch or Watch(), device)

@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ from .errors import DoesNotFit, ScratchError, SessionError
 from .kernels.pieces import Pieces
 from .spec import ModelSpec
 from .tiers.base import Buffer
-from .tiers.spill import Block, Spill, SpillArray
+from .tiers.spill import Spill, SpillArray
 
 
 class Ledger:
@@ -62,11 +62,18 @@ class Ledger:
 
 class Home(NamedTuple):
     """Where a layer's state lives, the ledger of the bytes there, and where its full latent blocks
-    go if they do not all stay there."""
+    go if they do not all stay there, by way of what ``kind`` knows."""
 
     where: torch.device
     ledger: Ledger
     spill: Spill[torch.Tensor] | None = None
+    kind: Callable[[Home, int, torch.dtype], SpilledLatents] | None = None
+
+    def latents(self, width: int, dtype: torch.dtype) -> Latents | SpilledLatents:
+        """Those of a layer, none yet."""
+        if self.kind is not None:
+            return self.kind(self, width, dtype)
+        return (Latents if self.spill is None else SpilledLatents)(self, width, dtype)
 
 
 _SERIALS = itertools.count()
@@ -162,7 +169,7 @@ class SpilledLatents:
         assert home.spill is not None
         self.width, self.dtype, self.spill = width, dtype, home.spill
         self._array: SpillArray | None = None  # of the own full blocks
-        self._full: list[Block] = []
+        self._full: list[Any] = []  # what ``_put`` made of them
         self._open = _Block(home, width, dtype)  # the block that is not full
         self._serials = [self._open.serial]  # of all blocks
         self.length = 0
@@ -178,8 +185,12 @@ class SpilledLatents:
             self.length += n
             if at + n == LATENT_BLOCK:
                 self._array = self._array or self.spill.array("latents", self.length - LATENT_BLOCK)
-                self._full.append(self._array.append(_bytes(self._open.data)))
+                self._full.append(self._put(self._array))
                 self._serials.append(next(_SERIALS))
+
+    def _put(self, array: SpillArray) -> Any:
+        """The open block, which is full, as a block of ``array``."""
+        return array.append(_bytes(self._open.data))
 
     def reserve(self, count: int) -> None:
         """The open block is there; ``SequenceState`` asks for the others of all layers at once."""
@@ -205,11 +216,17 @@ class SpilledLatents:
         ``length`` may hold anything.  Raises ``ScratchError``."""
         if index == len(self._full):
             return self._open.data
-        return self.spill.view(self.spill.copy(self._full[index]))
+        return self._read(self._full[index])
+
+    def _read(self, block: Any) -> torch.Tensor:
+        return self.spill.view(self.spill.copy(block))
 
     def pieces(self) -> Pieces:
         """All blocks that hold tokens, for attention.  Raises ``ScratchError`` on the way."""
         tail = [self._open.data] if self.length % LATENT_BLOCK else []
+        return self._pieces(tail)
+
+    def _pieces(self, tail: list[torch.Tensor]) -> Pieces:
         return self.spill.pieces(self._full, tail)
 
     @property
@@ -221,7 +238,8 @@ class SpilledLatents:
         """An independent copy of the first ``length`` rows, living at ``home``, which has the same
         spill.  Full blocks are shared: no ledger pays for them.  Raises ``ScratchError``."""
         assert home.spill is self.spill
-        other, full = SpilledLatents(home, self.width, self.dtype), length // LATENT_BLOCK
+        other, full = home.latents(self.width, self.dtype), length // LATENT_BLOCK
+        assert isinstance(other, SpilledLatents)
         other._full, other.length = self._full[:full], full * LATENT_BLOCK
         other._serials[:0] = self._serials[:full]
         if rest := length % LATENT_BLOCK:
@@ -277,9 +295,7 @@ class SequenceState:
         }
         self.latents: dict[int, Latents | SpilledLatents] = {}
         for layer in spec.mla_layers:
-            home = home_of(layer)
-            kind = Latents if home.spill is None else SpilledLatents
-            self.latents[layer] = kind(home, mla.latent, dtype)
+            self.latents[layer] = home_of(layer).latents(mla.latent, dtype)
 
     @property
     def nbytes(self) -> int:

@@ -32,6 +32,7 @@ class Latents:
     carried: int  # what prompt attention keeps from one piece to the next
     least: int  # slots and buffers without which nothing works
     good: int  # below which reads are too short to be quick
+    must: bool = False  # they come from a device without room, and always by way of slots
 
     def least_cap(self) -> int:
         """The smallest ``Limits.latents`` that can be kept."""
@@ -177,12 +178,12 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
     if held is None:
         return _make_plan(demand, limits, 0)
     refused: DoesNotFit | None = None
-    if cap is None or cap >= held.whole:
+    if not held.must and (cap is None or cap >= held.whole):
         try:
             return _make_plan(demand, limits, 0)
         except DoesNotFit as error:
             refused = error
-    elif cap < held.least_cap():
+    elif cap is not None and cap < held.least_cap():
         raise DoesNotFit(
             f"{cap:,} bytes of latents in RAM are too few: blocks that are not full, the sums of "
             f"prompt attention and buffers take {held.least_cap():,}.",
@@ -195,11 +196,12 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
     state, tiles = demand.state - held.whole + held.open, demand.tiles + held.carried
     prefixes = demand.prefixes_spilled
     spilled = replace(demand, state=state, tiles=tiles, prefixes=prefixes)
-    if held.good <= most:
-        try:
-            return _make_plan(spilled, limits, held.good, most)
-        except DoesNotFit:  # with less, perhaps
-            pass
+    for least in (held.whole, held.good) if held.must else (held.good,):
+        if least <= most:
+            try:
+                return _make_plan(spilled, limits, least, most)
+            except DoesNotFit:  # with less, perhaps
+                pass
     return _make_plan(spilled, limits, held.least, most)
 
 

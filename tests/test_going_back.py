@@ -169,3 +169,19 @@ def test_no_room_for_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
             session.logits()
             session.truncate(100)
             assert session.position == 0 and same_bits(session.logits(), row)
+
+
+def test_going_back_needs_no_room_for_another_state() -> None:
+    """Not a byte beyond the states there are, where the plan has no more than these."""
+    with load(checkpoint(**BRIEF), context=256, sessions=2) as engine:
+        engine._ledger.capacity = engine._ledger.planned
+        with session_with(engine, some_tokens(150)) as session:
+            session.logits()
+            snapshot = session.snapshot()
+            session.append(some_tokens(100, 1))
+            session.logits()
+            session.rewind(snapshot)
+            assert session.position == 150
+            session.reset()
+            session.rewind(snapshot)
+            assert session.length == 150
