@@ -115,7 +115,8 @@ class Accelerator:
         """Let Triton compile what sweeps will need, where it compiles at all."""
         if self.device.where.type == "cuda":
             begin = time.perf_counter()
-            made = Made(weights, self.plan, self.placed, self.sides(), self._options.dtype)
+            how = self._options
+            made = Made(weights, self.plan, self.placed, self.sides(), how.dtype, how.latent_dtype)
             made.sweeps(progress)
             torch.cuda.synchronize(self.device.where)
             self.compile_seconds = time.perf_counter() - begin

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli_options import AsJson, Cache, Dtype, Model, Ram, Threads, Trunk, at_least_one
+from .cli_options import AsJson, Cache, Dtype, LatentDtype, Model, Ram, Threads, Trunk, at_least_one
 from .config import show_size
 from .errors import UsageError
 from .find import find_model, find_output
@@ -43,6 +43,7 @@ def append(
     cache: Cache = None,
     dtype: Dtype = "bfloat16",
     trunk: Trunk = None,
+    latent_dtype: LatentDtype = None,
     threads: Threads = None,
     plot: Plot = None,
     as_json: AsJson = False,
@@ -56,7 +57,7 @@ def append(
             from .options import Watch
         found = measure(
             model, turns=turns, user=user, reply=reply, text=words, show=progress.show, ram=ram,
-            cache=cache, dtype=dtype, trunk=trunk, threads=threads,
+            cache=cache, dtype=dtype, trunk=trunk, latent_dtype=latent_dtype, threads=threads,
             watch=Watch(warn=lambda line: progress.say(f"warning: {line}")),
         )  # fmt: skip
     if place is not None:
@@ -74,6 +75,7 @@ def recall(
     cache: Cache = None,
     dtype: Dtype = "bfloat16",
     trunk: Trunk = None,
+    latent_dtype: LatentDtype = None,
     threads: Threads = None,
     plot: Plot = None,
     as_json: AsJson = False,
@@ -88,7 +90,8 @@ def recall(
             from .options import Watch
         found = measure(
             model, longest=longest, trials=trials, seed=seed, text=words, show=progress.show,
-            ram=ram, cache=cache, dtype=dtype, trunk=trunk, threads=threads,
+            ram=ram, cache=cache, dtype=dtype, trunk=trunk, latent_dtype=latent_dtype,
+            threads=threads,
             watch=Watch(warn=lambda line: progress.say(f"warning: {line}")),
         )  # fmt: skip
     if place is not None:

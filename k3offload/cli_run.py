@@ -149,7 +149,7 @@ def _open(
     rest: dict[str, Any] = {"ram": ram, "cache": cache, "dtype": how.dtype, "trunk": how.trunk}
     rest.update(kernels=kernels_of(how.kernel), isa=how.isa, experts_on=how.experts_on)
     rest.update(trunk_on=how.trunk_on, adaptive=how.adaptive_backend)
-    rest.update(scratch=how.scratch, prefix_dir=how.prefix_dir)
+    rest.update(scratch=how.scratch, prefix_dir=how.prefix_dir, latent_dtype=how.latent_dtype)
     for name in ("vram", "latents", "summaries", "prefix_disk"):
         if (given := getattr(how, name)) is not None:
             rest[name] = parse_size(given)

@@ -31,12 +31,15 @@ SPARE = 4096  #: bytes of a slot between the parts of an expert
 
 
 class Made:
-    """As ``Weights`` and as a store, under ``plan`` of the device; ``sides``: who computes what."""
+    """As ``Weights`` and as a store, under ``plan`` of the device; ``sides``: who computes what;
+    ``packed``: the precision that latents are kept in, if it is not ``dtype``."""
 
     def __init__(
-        self, weights: Weights, plan: Plan, placed: Placement, sides: Sides, dtype: str
-    ) -> None:
+        self, weights: Weights, plan: Plan, placed: Placement, sides: Sides, dtype: str,
+        packed: str | None = None,
+    ) -> None:  # fmt: skip
         self._weights, self._sides, self._dtype = weights, sides, getattr(torch, dtype)
+        self._packed = packed
         self._placed = placed
         self.spec = made_spec(weights.spec, placed.layers)
         where = (sides.layers[0] if placed.layers else sides.experts).where
@@ -60,7 +63,7 @@ class Made:
             self._experts()
             return
         home = Home(self._where, Ledger(1 << 62))
-        state = SequenceState(self.spec, self._dtype, home.ledger, lambda layer: home)
+        state = SequenceState(self.spec, self._dtype, home.ledger, lambda layer: home, self._packed)
         sides = self._sides._replace(head=self._sides.layers[0])
         model = Model(cast(Any, self), cast(Any, self), sides, self._dtype)
         done = 0

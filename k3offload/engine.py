@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .accelerator import Accelerator
-from .budget import demand_of
+from .budget import demand_of, latent_form
 from .budget_kernels import Backend
 from .checkpoint import Checkpoint
 from .errors import DoesNotFit, K3Error, SessionError, UsageError
@@ -83,6 +83,7 @@ class Engine:
         self._closed = False
         self._turns = Turns(self)
         self._dtype = DTYPES[options.dtype]
+        self.latent_form = latent_form(self.spec, options.dtype, options.latent_dtype)
         steady_allocator()
         self._workers = Workers(options.threads)
         opened, self.device_line = open_device(device)
@@ -122,8 +123,9 @@ class Engine:
         self._watch.plan(self.plan)
         if self.plan.spills:
             self.spilling = Spilling(
-                self.spec, self._dtype, self.plan, options.scratch, self.disk, self._watch.warn
-            )
+                self.spec, self._dtype, self.plan, options.scratch, self.disk, self._watch.warn,
+                options.latent_dtype,
+            )  # fmt: skip
         streamed = len(self.spec.layers) - len(self.plan.resident_layers)
         if streamed and self.trunk != checkpoint.spec.trunk_precision:
             self._watch.warn(
@@ -173,6 +175,7 @@ class Engine:
             policy=options.policy,
             backend=backend_of(self.kernels),
             prefixes=options.prefix_bytes(checkpoint.spec),
+            latent_dtype=options.latent_dtype,
         )
         limits = limits_of(machine, options)
         demand, there = self._beside(demand)
@@ -225,7 +228,7 @@ class Engine:
 
         def make(ledger: Ledger) -> SequenceState:
             homes = self.spilling.homes(ledger) if self.spilling else None
-            return SequenceState(self.spec, self._dtype, ledger, homes)
+            return SequenceState(self.spec, self._dtype, ledger, homes, options.latent_dtype)
 
         return Prefixes(size, make, below) if size else None
 
@@ -267,7 +270,8 @@ class Engine:
         there = self.accelerator or self.spilling
         homes = None if there is None else there.homes(self._ledger)
         with self.blamed():
-            state = SequenceState(self.spec, self._dtype, self._ledger, homes)
+            packed = self.options.latent_dtype
+            state = SequenceState(self.spec, self._dtype, self._ledger, homes, packed)
             if snapshot is not None:
                 state.take(snapshot)
         return state

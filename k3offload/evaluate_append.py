@@ -74,7 +74,7 @@ def append(
                 f"The text has {len(ids):,} tokens and {turns} turns of {user} are wanted.",
                 "Give a longer text, or fewer or shorter turns.",
             )
-        snapshots = 3 * state_bytes(spec, dtype, context)
+        snapshots = 3 * state_bytes(spec, dtype, context, options.get("latent_dtype"))
         return {"context": context, "sessions": 2, "prefix_cache": snapshots}
 
     with (

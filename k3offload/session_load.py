@@ -96,8 +96,7 @@ def _read(engine: Engine, folder: Path, manifest: Manifest) -> Session:
     refuse_other(engine, folder, manifest)
     engine.check_context(manifest.tokens)
     spec, place = engine.spec, folder / manifest.save
-    item = getattr(torch, engine.options.dtype).itemsize
-    check_files(folder, manifest, file_sizes(spec, item, manifest))
+    check_files(folder, manifest, file_sizes(spec, engine.latent_form, manifest))
     tokens = np.fromfile(place / TOKENS, "<i4", manifest.tokens)
     if len(tokens) != manifest.tokens or ((tokens < 0) | (tokens >= spec.vocab)).any():
         raise damaged(place / TOKENS, f"it does not hold {manifest.tokens:,} tokens")

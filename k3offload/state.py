@@ -18,6 +18,8 @@ import torch
 
 from .config import KDA_CHUNK, LATENT_BLOCK, show_size
 from .errors import DoesNotFit, ScratchError, SessionError
+from .kernels.latent_format import LatentFormat
+from .kernels.latents_reference import kept
 from .kernels.pieces import Pieces
 from .spec import ModelSpec
 from .tiers.base import Buffer
@@ -86,7 +88,7 @@ class _Block:
 
 
 class Latents:
-    """The MLA latents of one layer of one sequence: [length, kv_lora + rope]."""
+    """The MLA latents of one layer of one sequence: [length, width], numbers or packed bytes."""
 
     def __init__(self, home: Home, width: int, dtype: torch.dtype) -> None:
         self._home, self.width, self.dtype = home, width, dtype
@@ -238,12 +240,15 @@ class SequenceState:
     """State of one sequence after ``position`` tokens, for all layers.
 
     ``home_of``: where each layer's part lives; all in RAM, under ``ledger``, if it is None.
+    ``packed``: the precision that latents are kept in, if it is not that of activations.
     """
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, ledger: Ledger, home_of: HomeOf | None = None
-    ) -> None:
+        self, spec: ModelSpec, dtype: torch.dtype, ledger: Ledger, home_of: HomeOf | None = None,
+        packed: str | None = None,
+    ) -> None:  # fmt: skip
         self.spec, self.dtype, self._ledger = spec, dtype, ledger
+        self.form = LatentFormat(spec.mla.kv_lora, spec.mla.rope, dtype.itemsize, packed)
         self.position = 0
         self.cold = True  # all of it was prefilled, and never cut inside a chunk
         self._marks: list[_Mark] = []
@@ -251,7 +256,7 @@ class SequenceState:
         self.failed: ScratchError | None = None  # what it lost in the sweep under way
         here = Home(torch.device("cpu"), ledger)
         self._home_of = home_of = home_of or (lambda layer: here)
-        kda, mla = spec.kda, spec.mla
+        kda = spec.kda
         each = spec.kda_state_bytes(dtype.itemsize) // max(1, len(spec.kda_layers))
         constant = {ledger: spec.vocab * 4}  # a row of logits
         for layer in spec.kda_layers:
@@ -271,13 +276,13 @@ class SequenceState:
         for layer in spec.mla_layers:
             home = home_of(layer)
             kind = Latents if home.spill is None else SpilledLatents
-            self.latents[layer] = kind(home, mla.latent, dtype)
+            self.latents[layer] = kind(home, *kept(self.form, dtype))
 
     @property
     def nbytes(self) -> int:
         """Bytes of what it holds: KDA states, conv tails, rows of latents."""
         item = self.dtype.itemsize
-        rows = self.position * self.spec.latent_bytes_per_token(item)
+        rows = self.position * len(self.spec.mla_layers) * self.form.row
         return self.spec.kda_state_bytes(item) + rows
 
     def usable(self) -> SequenceState:
@@ -326,7 +331,8 @@ class SequenceState:
     def copy(self) -> SequenceState:
         """An independent copy; full latent blocks are shared since they never change."""
         self.usable()
-        other = SequenceState(self.spec, self.dtype, self._ledger, self._home_of)
+        packed = self.form.precision
+        other = SequenceState(self.spec, self.dtype, self._ledger, self._home_of, packed)
         other.take(self)
         return other
 

@@ -164,3 +164,12 @@ K3_API int k3_mla_decode(Pool* pool, int type, int block_type, int up_type, int 
     bool alone = ns * double(heads) < WORTH_WAKING_NS;
     return share(pool, ops().mla_decode, args, heads, alone ? heads : heads_each);
 }
+
+// floats: codes are E4M3.  scales, codes: where they begin in a row of `row` bytes.
+K3_API int k3_unpack_latents(Pool* pool, int type, int floats, int64_t rows, int64_t block_rows,
+                             int64_t row, int64_t scales, int64_t codes, int64_t kv_lora,
+                             int64_t rope, const void* const* blocks, void* out) {
+    UnpackArgs args{blocks, out, block_rows, row, scales, codes, kv_lora, rope, floats != 0,
+                    Dtype(type)};
+    return share_rows(pool, ops().unpack_latents, args, rows, 0.15 * double(kv_lora + rope));
+}
