@@ -12,7 +12,8 @@ that are not.  A packed row of them is, one behind the other:
 A number is its code times its scale in float32, rounded once to the type of the activations.  The
 scale is the largest magnitude / 127 (448 for ``fp8``), rounded up to bfloat16.  Hence a code is off
 by at most half a step of 1/127 of the group's largest number (and what the scale was rounded up
-by), or of ``fp8`` by 1/16 of the number itself, and all follows from the row alone.
+by), or of ``fp8`` by 1/16 of the number itself (by 1/1,024 of the scale where that is more), and
+all follows from the row alone.
 
 K3: 512 + 64 numbers take 128 + 16 + 512 = 656 bytes instead of 1,152 in bfloat16 (57 %).
 """
