@@ -29,6 +29,7 @@ from .errors import UsageError
 from .kernels.choose import TRITON, Kernels
 from .kernels.experts_reference import Job
 from .kernels.workers import single_threaded
+from .latents import Home, HomeOf, Ledger
 from .layer_moe import Side, activation
 from .model import Sides
 from .open_device import vram_limit
@@ -36,7 +37,6 @@ from .options import Options
 from .registry import implementations
 from .scheduler.plan import Demand, Plan
 from .scheduler.store import ExpertStore
-from .state import Home, HomeOf, Ledger
 from .tiers.base import Buffer, PageId, Ticket
 from .tiers.device import Device, blamed
 from .tiers.device_spill import DeviceSpill
@@ -128,7 +128,8 @@ class Accelerator:
         """Let Triton compile what sweeps will need, where it compiles at all."""
         if self.device.where.type == "cuda":
             begin = time.perf_counter()
-            made = Made(weights, self.plan, self.placed, self.sides(), self._options.dtype)
+            how = self._options
+            made = Made(weights, self.plan, self.placed, self.sides(), how.dtype, how.latent_dtype)
             made.sweeps(progress)
             torch.cuda.synchronize(self.device.where)
             self.compile_seconds = time.perf_counter() - begin

@@ -28,6 +28,13 @@ Trunk = Annotated[
     str | None,
     typer.Option(envvar="K3_TRUNK", help="Of the trunk: bfloat16 as shipped; int8, mxfp4: lossy."),
 ]
+LatentDtype = Annotated[
+    str | None,
+    typer.Option(
+        envvar="K3_LATENT_DTYPE",
+        help="Of latents: as activations if unset; int8, fp8: about half the bytes, lossy.",
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(envvar="K3_THREADS", help="Compute threads; all processors if unset.")
 ]
@@ -110,6 +117,7 @@ class How(NamedTuple):
     cache: Cache = None
     dtype: Dtype = "bfloat16"
     trunk: Trunk = None
+    latent_dtype: LatentDtype = None
     sweep: Sweep = None
     threads: Threads = None
     kernel: Kernel = None

@@ -14,6 +14,7 @@ from .cli_options import (
     Cache,
     Dtype,
     ExpertsOn,
+    LatentDtype,
     Latents,
     Ram,
     Summaries,
@@ -81,6 +82,7 @@ def plan(
     sweep: Sweep = None,
     dtype: Dtype = "bfloat16",
     trunk: Trunk = None,
+    latent_dtype: LatentDtype = None,
     threads: Threads = None,
     disk_gbps: DiskRate = None,
     ram_gbps: RamRate = None,
@@ -104,7 +106,7 @@ def plan(
     ask = _ask(
         layout, ram=ram, cache=cache, context=context, sessions=sessions, sweep=sweep, dtype=dtype,
         trunk=trunk, threads=threads, hit_rate=hit_rate, vram=vram, experts_on=experts_on,
-        trunk_on=trunk_on, latents=latents, summaries=summaries,
+        trunk_on=trunk_on, latents=latents, summaries=summaries, latent_dtype=latent_dtype,
     )  # fmt: skip
     gpu = {"--vram-gbps": vram_gbps, "--pcie-gbps": pcie_gbps, "--gpu-gmacs": gpu_gmacs}
     given = {"--disk-gbps": disk_gbps, "--ram-gbps": ram_gbps, "--gmacs": gmacs, **gpu}
@@ -146,7 +148,7 @@ def _layout(model: str | None, config_only: Path | None) -> tuple[str, str, Mode
 
 def _ask(layout: Model, **given: Any) -> Ask:
     """The options, checked; raises ``UsageError``."""
-    from .options import DTYPES
+    from .options import DTYPES, check_latent_dtype
     from .plan_report import Ask
     from .precision import choose_precision, stored_precision
 
@@ -161,6 +163,7 @@ def _ask(layout: Model, **given: Any) -> Ask:
         )
     if given["dtype"] not in DTYPES:
         raise UsageError(f"--dtype {given['dtype']!r} is not known.", f"Use {' or '.join(DTYPES)}.")
+    check_latent_dtype(given.get("latent_dtype"))
     rate = given["hit_rate"]
     if rate is not None and not 0 <= rate <= 1:
         raise UsageError(f"--hit-rate is {rate}.", "It must be from 0 to 1.")

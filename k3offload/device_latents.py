@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from .kernels.pieces import Pieces
-from .state import Home, SpilledLatents
+from .latents import Home, SpilledLatents
 from .tiers.device_spill import DeviceBlock, DeviceSpill
 from .tiers.spill import SpillArray
 

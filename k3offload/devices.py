@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from .budget import HEAP_SLACK, asked_bytes, latents_of, state_bytes, working_set
+from .budget import (
+    HEAP_SLACK,
+    asked_bytes,
+    latent_form,
+    latents_of,
+    state_bytes,
+    working_set,
+)
 from .budget_kernels import Backend, device_scratch
 from .config import EXPANDED, LATENT_BLOCK, align_up
 from .errors import DoesNotFit, UsageError
+from .kernels.latent_format import DEVICE_ROOM
 from .layout import Layout, arena_size, head_buffers, head_tensors
 from .scheduler.plan import Demand, Latents, Limits, Plan, Use, make_plan
 from .spec import ModelSpec
@@ -50,6 +58,9 @@ class Wish(Protocol):
 
     @property
     def sessions(self) -> int: ...
+
+    @property
+    def latent_dtype(self) -> str | None: ...
 
     @property
     def experts_on(self) -> str | None: ...
@@ -106,6 +117,9 @@ def device_demand(
             working_set(spec, options.dtype, rows, options.sessions, quiet)
             - HEAP_SLACK
             + device_scratch(spec, options.dtype, rows, options.context)
+            + latent_form(spec, options.dtype, options.latent_dtype).room(
+                options.context, DEVICE_ROOM
+            )
         ),
         slot=slot if placed.experts else 0,
         experts=spec.expert_count if placed.experts else 0,
@@ -117,7 +131,7 @@ def device_demand(
 
 def _own_latents(spec: ModelSpec, options: Wish, placed: Placement, there: bool) -> Latents | None:
     """The latents of layers that the device computes, or of those that it does not."""
-    every = latents_of(spec, options.dtype, options.context, options.sessions)
+    every = latents_of(spec, options.dtype, options.context, options.sessions, options.latent_dtype)
     own = sum((layer < placed.layers) == there for layer in spec.mla_layers)
     if every is None or not own:
         return None
@@ -139,8 +153,9 @@ def state_of(spec: ModelSpec, options: Wish, layers: Sequence[int]) -> int:
     size = 2 if options.dtype == "bfloat16" else 4
     kda = spec.kda_state_bytes(size) // max(1, len(spec.kda_layers))
     tokens = align_up(options.context, LATENT_BLOCK)
+    row = latent_form(spec, options.dtype, options.latent_dtype).row
     return sum(kda for layer in spec.kda_layers if layer in own) + sum(
-        tokens * spec.mla.latent * size for layer in spec.mla_layers if layer in own
+        tokens * row for layer in spec.mla_layers if layer in own
     )
 
 
@@ -167,7 +182,7 @@ def beside_device(
     """What is left for RAM to hold once the device has its part."""
     layers = [0 if i < placed.layers and i in plan.resident_layers else size
               for i, size in enumerate(demand.layers)]  # fmt: skip
-    here = state_bytes(spec, options.dtype, options.context)
+    here = state_bytes(spec, options.dtype, options.context, options.latent_dtype)
     there = state_of(spec, options, range(placed.layers))
     own, away = (_own_latents(spec, options, placed, there) for there in (False, True))
     beyond, prefixes = 0, demand.prefixes

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from .accelerator import Accelerator, for_cpu
-from .budget import demand_of
+from .budget import demand_of, latent_form
 from .budget_kernels import Backend
 from .checkpoint import Checkpoint
 from .errors import DoesNotFit, K3Error, SessionError, UsageError
 from .kernels.choose import NATIVE, Kernels
 from .kernels.workers import Workers
+from .latents import HomeOf, Ledger
 from .layer_moe import Side
 from .machine import read_machine, steady_allocator, trim_allocator
 from .model import Hooks, Model, Run, Sides
@@ -36,7 +37,7 @@ from .session import Session
 from .session_load import load_session
 from .spec import ModelSpec
 from .spilling import Spilling
-from .state import HomeOf, Ledger, SequenceState
+from .state import SequenceState
 from .tiers.base import PageId
 from .tiers.device import Device
 from .tiers.tier_disk import DiskTier
@@ -79,6 +80,7 @@ class Engine:
         self._closed = False
         self._turns = Turns(self)
         self._dtype = DTYPES[options.dtype]
+        self.latent_form = latent_form(self.spec, options.dtype, options.latent_dtype)
         steady_allocator()
         self._workers = Workers(options.threads)
         opened, self.device_line = open_device(device)
@@ -117,8 +119,9 @@ class Engine:
         self._watch.plan(self.plan)
         if self.plan.spills:
             self.spilling = Spilling(
-                self.spec, self._dtype, self.plan, options.scratch, self.disk, self._watch.warn
-            )
+                self.spec, self._dtype, self.plan, options.scratch, self.disk, self._watch.warn,
+                options.latent_dtype,
+            )  # fmt: skip
         streamed = len(self.spec.layers) - len(self.plan.resident_layers)
         if streamed and self.trunk != checkpoint.spec.trunk_precision:
             self._watch.warn(
@@ -171,6 +174,7 @@ class Engine:
             policy=options.policy,
             backend=backend_of(self.kernels),
             prefixes=options.prefix_bytes(checkpoint.spec),
+            latent_dtype=options.latent_dtype,
         )
         limits = limits_of(machine, options)
         demand, there = self._beside(demand)
@@ -221,16 +225,16 @@ class Engine:
         if options.prefix_dir is not None:
             below = PrefixFolder(self, options.prefix_dir, options.prefix_disk or PREFIX_DISK)
 
-        def make(ledger: Ledger) -> SequenceState:
-            return SequenceState(self.spec, self._dtype, ledger, self._homes(ledger, True))
+        return Prefixes(size, lambda ledger: self._empty(ledger, True), below) if size else None
 
-        return Prefixes(size, make, below) if size else None
-
-    def _homes(self, ledger: Ledger, shared: bool = False) -> HomeOf | None:
-        """Where each layer's state lives, that of ``shared`` snapshots in RAM; None: all there."""
+    def _empty(self, ledger: Ledger, shared: bool = False) -> SequenceState:
+        """An empty state; one that is ``shared`` by sessions of a device lies in RAM."""
+        homes: HomeOf | None = None
         if self.accelerator is not None:
-            return self.accelerator.homes(ledger, shared)
-        return self.spilling.homes(ledger) if self.spilling else None
+            homes = self.accelerator.homes(ledger, shared)
+        elif self.spilling is not None:
+            homes = self.spilling.homes(ledger)
+        return SequenceState(self.spec, self._dtype, ledger, homes, self.options.latent_dtype)
 
     def _schedule(self, store: ExpertStore | None) -> Schedule | None:
         """Look-ahead, where experts are missing at all."""
@@ -268,8 +272,7 @@ class Engine:
     def new_state(self, snapshot: SequenceState | None = None) -> SequenceState:
         """An empty state, or one that goes on from ``snapshot``.  Raises ``DoesNotFit``."""
         with self.blamed():
-            homes = self._homes(self._ledger)
-            state = SequenceState(self.spec, self._dtype, self._ledger, homes)
+            state = self._empty(self._ledger)
             if snapshot is not None:
                 state.take(snapshot)
         return state

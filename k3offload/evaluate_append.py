@@ -75,7 +75,7 @@ def append(
                 "Give a longer text, or fewer or shorter turns.",
             )
         spec.check_context(context)
-        snapshots = 3 * state_bytes(spec, dtype, context)
+        snapshots = 3 * state_bytes(spec, dtype, context, options.get("latent_dtype"))
         return {"context": context, "sessions": 2, "prefix_cache": snapshots}
 
     with (

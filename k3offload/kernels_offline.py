@@ -22,7 +22,7 @@ from .registry import implementation, names
 
 OPERATORS = (
     "linear", "experts", "router", "combine", "rms_norm", "attnres", "short_conv", "kda_gate",
-    "kda", "mixer", "mla_decode", "mla_prefill",
+    "kda", "mixer", "mla_decode", "mla_prefill", "latents",
 )  # fmt: skip
 REGISTERS = 65536  #: of a multiprocessor
 #: compute capability -> shared memory of a multiprocessor in bytes, and its warps at most

@@ -9,6 +9,7 @@ from pathlib import Path
 from .budget import state_bytes
 from .config import KDA_CHUNK
 from .errors import UsageError
+from .kernels.latent_format import PRECISIONS
 from .machine import Machine, default_threads
 from .registry import names
 from .scheduler.plan import Limits, Plan, Use, use_of
@@ -29,6 +30,7 @@ class Options:
     cache: int | None = None
     dtype: str = "bfloat16"
     trunk: str | None = None  # None: as the folder has it
+    latent_dtype: str | None = None  # None: as activations; int8 and fp8 lose some
     context: int = 4096
     sessions: int = 1
     held: int = 0  # tokens of the context that are computed already
@@ -54,6 +56,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype {self.dtype!r} is not known.", f"Use {' or '.join(DTYPES)}.")
+        check_latent_dtype(self.latent_dtype)
         for name in ("context", "sessions", "sweep", "threads"):
             if name == "sweep" and self.sweep is None:
                 continue
@@ -91,12 +94,13 @@ class Options:
 
         Raises ``UsageError`` if that is less than the smallest snapshot.
         """
-        least = state_bytes(spec, self.dtype, KDA_CHUNK)
+        least = state_bytes(spec, self.dtype, KDA_CHUNK, self.latent_dtype)
         if self.prefix_cache is None:
             if self.prefix_dir is None:
                 return 0, 0
             # two of a prompt: where it ends, and where it leaves those before it
-            return state_bytes(spec, self.dtype, self.context) + least, 2 * least
+            whole = state_bytes(spec, self.dtype, self.context, self.latent_dtype)
+            return whole + least, 2 * least
         if 0 < self.prefix_cache < least or (self.prefix_dir and not self.prefix_cache):
             raise UsageError(
                 f"A prefix cache of {self.prefix_cache:,} bytes holds not one snapshot.",
@@ -117,15 +121,33 @@ class Watch:
     warn: Callable[[str], None] = lambda text: None
 
 
+def check_latent_dtype(wanted: str | None) -> None:
+    """Raise ``UsageError`` for a precision of latents that is not known."""
+    if wanted is not None and wanted not in PRECISIONS:
+        raise UsageError(
+            f"The latent precision {wanted!r} is not known.",
+            f"Use {' or '.join(PRECISIONS)}, or leave it out: then latents are kept as activations "
+            "are, and nothing is lost.",
+        )
+
+
+def lossy_notes(latent_dtype: str | None) -> tuple[str, ...]:
+    """What a plan says of latents that lose some."""
+    if latent_dtype is None:
+        return ()
+    note = f"latents are kept in {latent_dtype} (--latent-dtype), which changes answers a little; "
+    return (note + "k3offload damage measures how much.",)
+
+
 def limits_of(machine: Machine, options: Options) -> Limits:
     """The smallest of the user's budget and what the machine allows, with a note if it differs."""
     allowed = int(machine.ceiling * 0.95)
-    notes: tuple[str, ...] = ()
+    notes = lossy_notes(options.latent_dtype)
     if options.ram is None:
         total = int(machine.ceiling * 0.9)
     elif options.ram > allowed:
         total = allowed
-        notes = (
+        notes += (
             f"--ram {options.ram:,} is more than the {allowed:,} bytes that are free for this "
             "process now (physical memory and control group); the plan uses the latter.",
         )

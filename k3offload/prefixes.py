@@ -18,8 +18,9 @@ import numpy as np
 
 from .config import KDA_CHUNK
 from .errors import DoesNotFit, ScratchError
+from .latents import Ledger
 from .prefix_folder import PrefixFolder
-from .state import Ledger, SequenceState
+from .state import SequenceState
 
 if TYPE_CHECKING:
     from .session import Session

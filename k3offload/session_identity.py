@@ -41,6 +41,7 @@ def identity(engine: Engine) -> dict[str, Any]:
         "tensors": _tensors(checkpoint),
         "tokenizer": _files(checkpoint),
         "dtype": engine.options.dtype,
+        "latents": engine.options.latent_dtype or engine.options.dtype,
         "trunk": engine.trunk,
         "constants": _hash(json.dumps(CONSTANTS, sort_keys=True).encode()),
     }

@@ -16,6 +16,7 @@ import torch
 
 from .config import show_size
 from .errors import SessionError
+from .latents import Latents, SpilledLatents
 from .paths import show_path
 from .session import Session
 from .session_identity import computed_by, identity
@@ -32,7 +33,7 @@ from .session_manifest import (
     read_manifest,
 )
 from .session_save import Saved, blocks_of, state_parts, zarr_library
-from .state import Latents, SequenceState, SpilledLatents
+from .state import SequenceState
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -95,8 +96,7 @@ def _read(engine: Engine, folder: Path, manifest: Manifest) -> Session:
     refuse_other(engine, folder, manifest)
     engine.check_context(manifest.tokens)
     spec, place = engine.spec, folder / manifest.save
-    item = getattr(torch, engine.options.dtype).itemsize
-    check_files(folder, manifest, file_sizes(spec, item, manifest))
+    check_files(folder, manifest, file_sizes(spec, engine.latent_form, manifest))
     tokens = np.fromfile(place / TOKENS, "<i4", manifest.tokens)
     if len(tokens) != manifest.tokens or ((tokens < 0) | (tokens >= spec.vocab)).any():
         raise damaged(place / TOKENS, f"it does not hold {manifest.tokens:,} tokens")

@@ -31,6 +31,7 @@ from typing import Any, Final
 
 from .config import LATENT_BLOCK
 from .errors import SessionError, UsageError
+from .kernels.latent_format import LatentFormat
 from .paths import show_path
 from .spec import ModelSpec
 
@@ -72,10 +73,10 @@ def layer_open(layer: int) -> str:
     return f"{OPEN}/{layer}.bin"
 
 
-def file_sizes(spec: ModelSpec, item: int, manifest: Manifest) -> dict[str, int | None]:
-    """Every file that such a save has, and its bytes where they are known; ``item``: bytes of a
-    number of the state."""
-    row, position = spec.mla.latent * item, manifest.position
+def file_sizes(spec: ModelSpec, form: LatentFormat, manifest: Manifest) -> dict[str, int | None]:
+    """Every file that such a save has, and its bytes where they are known; ``form``: of the state's
+    latents."""
+    item, row, position = form.item, form.row, manifest.position
     sizes: dict[str, int | None] = {
         STATE: spec.kda_state_bytes(item) + (spec.vocab * 4 if manifest.logits else 0),
         TOKENS: manifest.tokens * 4,

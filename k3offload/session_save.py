@@ -25,6 +25,7 @@ except ImportError:  # it needs Python 3.11
 
 from .config import LATENT_BLOCK
 from .errors import K3Error, SessionError, UsageError
+from .latents import Latents, SpilledLatents
 from .paths import show_path
 from .session_identity import computed_by, identity
 from .session_manifest import (
@@ -46,7 +47,7 @@ from .session_manifest import (
     sweep_out,
     sync,
 )
-from .state import Latents, SequenceState, SpilledLatents
+from .state import SequenceState
 
 if TYPE_CHECKING:
     from .session import Session

@@ -1,275 +1,37 @@
-"""What a sequence carries between sweeps: KDA matrices, conv tails and MLA latents.
+"""What a sequence carries between sweeps: KDA matrices, conv tails and MLA latents (``latents.py``).
 
-The KDA state is constant in size and cannot be cut back, so going back needs a copy.  Latents
-grow by blocks of 256 tokens; a full block never changes again, so copies share it.  Every byte is
-charged to the engine's ledger before it is allocated.  Where latents spill, the ledger has the one
-block of a layer that is not full, and the full ones belong to ``tiers/spill.py``.
+The KDA state is constant in size and cannot be cut back, so going back needs a copy.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .config import KDA_CHUNK, LATENT_BLOCK, align_up, show_size
+from .config import KDA_CHUNK
 from .errors import DoesNotFit, ScratchError, SessionError
-from .kernels.pieces import Pieces
+from .kernels.latent_format import LatentFormat
+from .kernels.latents_reference import kept
+from .latents import Home, HomeOf, Latents, Ledger, SpilledLatents
 from .spec import ModelSpec
-from .tiers.base import Buffer
-from .tiers.spill import Spill, SpillArray
-
-
-class Ledger:
-    """The bytes set aside for sequence state; refuses what would break the budget.
-
-    ``spare`` is room inside the budget that the plan gave to nothing else; ``beyond`` says how
-    much of it has been used at most.
-    """
-
-    def __init__(self, planned: int, spare: int = 0) -> None:
-        self.planned = planned
-        self.capacity = planned + spare
-        self.used = 0
-        self._most = 0
-
-    def charge(self, owner: object, size: int, what: str) -> None:
-        """Count ``size`` bytes until ``owner`` is garbage; raises ``DoesNotFit`` before use."""
-        if self.used + size > self.capacity:
-            missing = self.used + size - self.capacity
-            raise DoesNotFit(
-                f"{what} needs {show_size(size)} and the plan has {show_size(self.capacity)} for "
-                f"sequence state, {show_size(self.used)} of it in use.",
-                "Close sessions or snapshots, or load with more sessions=, context= or ram=.",
-                missing=missing,
-            )
-        self.used += size
-        self._most = max(self._most, self.used)
-        weakref.finalize(owner, self._release, size)
-
-    @property
-    def beyond(self) -> int:
-        """Bytes that were used at most beyond what was planned."""
-        return max(0, self._most - self.planned)
-
-    def _release(self, size: int) -> None:
-        self.used -= size
-
-
-class Home(NamedTuple):
-    """Where a layer's state lives, the ledger of the bytes there, and where its full latent blocks
-    go if they do not all stay there, by way of what ``kind`` knows."""
-
-    where: torch.device
-    ledger: Ledger
-    spill: Spill[torch.Tensor] | None = None
-    kind: Callable[[Home, int, torch.dtype], SpilledLatents] | None = None
-
-    def latents(self, width: int, dtype: torch.dtype) -> Latents | SpilledLatents:
-        """Those of a layer, none yet."""
-        if self.kind is not None:
-            return self.kind(self, width, dtype)
-        return (Latents if self.spill is None else SpilledLatents)(self, width, dtype)
-
-
-_SERIALS = itertools.count()
-
-
-class _Block:
-    """Rows of one latent block; ``data`` beyond the owner's length is never read.
-
-    No other block of this process has the same ``serial``; rows never change once written.
-    """
-
-    def __init__(self, home: Home, width: int, dtype: torch.dtype) -> None:
-        self.serial, self.home = next(_SERIALS), home
-        size = LATENT_BLOCK * width * dtype.itemsize
-        home.ledger.charge(self, size, f"A latent block of {LATENT_BLOCK} tokens")
-        self.data = torch.empty(LATENT_BLOCK, width, dtype=dtype, device=home.where)
-
-
-class Latents:
-    """The MLA latents of one layer of one sequence: [length, kv_lora + rope]."""
-
-    def __init__(self, home: Home, width: int, dtype: torch.dtype) -> None:
-        self._home, self.width, self.dtype = home, width, dtype
-        self._blocks: list[_Block] = []
-        self.length = 0
-
-    def append(self, rows: torch.Tensor) -> None:
-        """Add ``rows`` [n, width] after the last token."""
-        self.reserve(rows.shape[0])
-        done = 0
-        while done < rows.shape[0]:
-            at = self.length % LATENT_BLOCK
-            n = min(LATENT_BLOCK - at, rows.shape[0] - done)
-            block = self._blocks[self.length // LATENT_BLOCK]
-            block.data[at : at + n] = rows[done : done + n]
-            done += n
-            self.length += n
-
-    def reserve(self, count: int) -> None:
-        """Make room for ``count`` more tokens; ``DoesNotFit`` if the ledger has none."""
-        while len(self._blocks) * LATENT_BLOCK < self.length + count:
-            self._blocks.append(_Block(self._home, self.width, self.dtype))
-
-    def release(self) -> None:
-        """Give back what was reserved and holds no token."""
-        del self._blocks[self.blocks :]
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that hold tokens."""
-        return -(-self.length // LATENT_BLOCK)
-
-    def rows(self, index: int) -> torch.Tensor:
-        """Block ``index`` as it lies, [256, width]; rows beyond ``length`` may hold anything."""
-        return self._blocks[index].data
-
-    def bytes_after(self, length: int) -> int:
-        """Bytes of the blocks that ``length`` tokens take."""
-        return align_up(length, LATENT_BLOCK) * self.width * self.dtype.itemsize
-
-    def pieces(self) -> Pieces:
-        """All blocks that hold tokens, for attention."""
-        return [[block.data for block in self._blocks[: self.blocks]]]
-
-    @property
-    def serials(self) -> list[int]:
-        """One number for each block: blocks of the same number share their rows."""
-        return [block.serial for block in self._blocks[: self.blocks]]
-
-    def copy(self, home: Home, length: int, borrow: bool = True) -> Latents:
-        """An independent copy of the first ``length`` rows, living at ``home``.
-
-        Full blocks that lie there already are shared; without ``borrow`` only those that
-        ``home``'s own ledger pays for.  The others are charged to it.
-        """
-        other = Latents(home, self.width, self.dtype)
-        for index in range(-(-length // LATENT_BLOCK)):
-            block = self._blocks[index]
-            there = block.home.where == home.where and (borrow or block.home.ledger is home.ledger)
-            count = min(LATENT_BLOCK, length - index * LATENT_BLOCK)
-            if count == LATENT_BLOCK and there:
-                other._blocks.append(block)
-                other.length += count
-            else:  # an open block may still change
-                other.append(self.rows(index)[:count])
-        return other
-
-
-class SpilledLatents:
-    """As ``Latents``, but for full blocks, of which only the newest are sure to be in RAM."""
-
-    def __init__(self, home: Home, width: int, dtype: torch.dtype) -> None:
-        assert home.spill is not None
-        self.width, self.dtype, self.spill = width, dtype, home.spill
-        self._array: SpillArray | None = None  # of the own full blocks
-        self._full: list[Any] = []  # what ``_put`` made of them
-        self._open = _Block(home, width, dtype)  # the block that is not full
-        self._serials = [self._open.serial]  # of all blocks
-        self.length = 0
-
-    def append(self, rows: torch.Tensor) -> None:
-        """Add ``rows`` [n, width] after the last token.  Raises ``ScratchError``."""
-        done = 0
-        while done < rows.shape[0]:
-            at = self.length % LATENT_BLOCK
-            n = min(LATENT_BLOCK - at, rows.shape[0] - done)
-            self._open.data[at : at + n] = rows[done : done + n]
-            done += n
-            self.length += n
-            if at + n == LATENT_BLOCK:
-                self._array = self._array or self.spill.array("latents", self.length - LATENT_BLOCK)
-                self._full.append(self._put(self._array))
-                self._serials.append(next(_SERIALS))
-
-    def _put(self, array: SpillArray) -> Any:
-        """The open block, which is full, as a block of ``array``."""
-        return array.append(_bytes(self._open.data))
-
-    def reserve(self, count: int) -> None:
-        """The open block is there; ``SequenceState`` asks for the others of all layers at once."""
-
-    def release(self) -> None:
-        """Nothing was reserved."""
-
-    def bytes_after(self, length: int) -> int:
-        """Bytes in RAM for good: the block that is not full."""
-        return LATENT_BLOCK * self.width * self.dtype.itemsize
-
-    def filled_by(self, count: int) -> int:
-        """Blocks that ``count`` more tokens fill."""
-        return (self.length % LATENT_BLOCK + count) // LATENT_BLOCK
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that hold tokens."""
-        return -(-self.length // LATENT_BLOCK)
-
-    def rows(self, index: int) -> torch.Tensor:
-        """A copy of block ``index``, or the open one as it lies, [256, width]; rows beyond
-        ``length`` may hold anything.  Raises ``ScratchError``."""
-        if index == len(self._full):
-            return self._open.data
-        return self._read(self._full[index])
-
-    def _read(self, block: Any) -> torch.Tensor:
-        return self.spill.view(self.spill.copy(block))
-
-    def pieces(self) -> Pieces:
-        """All blocks that hold tokens, for attention.  Raises ``ScratchError`` on the way."""
-        tail = [self._open.data] if self.length % LATENT_BLOCK else []
-        return self._pieces(tail)
-
-    def _pieces(self, tail: list[torch.Tensor]) -> Pieces:
-        return self.spill.pieces(self._full, tail)
-
-    @property
-    def serials(self) -> list[int]:
-        """One number for each block: blocks of the same number share their rows."""
-        return self._serials[: self.blocks]
-
-    def copy(self, home: Home, length: int, borrow: bool = True) -> SpilledLatents:
-        """An independent copy of the first ``length`` rows, living at ``home``, which has the same
-        spill.  Full blocks are shared: no ledger pays for them.  Raises ``ScratchError``."""
-        assert home.spill is self.spill
-        other, full = home.latents(self.width, self.dtype), length // LATENT_BLOCK
-        assert isinstance(other, SpilledLatents)
-        other._full, other.length = self._full[:full], full * LATENT_BLOCK
-        other._serials[:0] = self._serials[:full]
-        if rest := length % LATENT_BLOCK:
-            other.append(self.rows(full)[:rest])
-        return other
-
-    def drop(self) -> None:
-        """Let go of the full blocks: the state is lost, and others may need the room."""
-        self._full.clear()
-
-
-def _bytes(block: torch.Tensor) -> Buffer:
-    """The memory of ``block``, which lies in RAM."""
-    data: Buffer = block.view(-1).view(torch.uint8).numpy()
-    return data
-
-
-HomeOf = Callable[[int], Home]  #: of a layer
 
 
 class SequenceState:
     """State of one sequence after ``position`` tokens, for all layers.
 
     ``home_of``: where each layer's part lives; all in RAM, under ``ledger``, if it is None.
+    ``packed``: the precision that latents are kept in, if it is not that of activations.
     """
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, ledger: Ledger, home_of: HomeOf | None = None
-    ) -> None:
+        self, spec: ModelSpec, dtype: torch.dtype, ledger: Ledger, home_of: HomeOf | None = None,
+        packed: str | None = None,
+    ) -> None:  # fmt: skip
         self.spec, self.dtype, self._ledger = spec, dtype, ledger
+        self.form = LatentFormat(spec.mla.kv_lora, spec.mla.rope, dtype.itemsize, packed)
         self.position = 0
         self.cold = True  # all of it was prefilled, and never cut inside a chunk
         self._marks: list[_Mark] = []
@@ -277,7 +39,7 @@ class SequenceState:
         self.failed: ScratchError | None = None  # what it lost in the sweep under way
         here = Home(torch.device("cpu"), ledger)
         self._home_of = home_of = home_of or (lambda layer: here)
-        kda, mla = spec.kda, spec.mla
+        kda = spec.kda
         each = spec.kda_state_bytes(dtype.itemsize) // max(1, len(spec.kda_layers))
         constant = {ledger: spec.vocab * 4}  # a row of logits
         for layer in spec.kda_layers:
@@ -295,13 +57,13 @@ class SequenceState:
         }
         self.latents: dict[int, Latents | SpilledLatents] = {}
         for layer in spec.mla_layers:
-            self.latents[layer] = home_of(layer).latents(mla.latent, dtype)
+            self.latents[layer] = home_of(layer).latents(*kept(self.form, dtype))
 
     @property
     def nbytes(self) -> int:
         """Bytes of what it holds: KDA states, conv tails, rows of latents."""
         item = self.dtype.itemsize
-        rows = self.position * self.spec.latent_bytes_per_token(item)
+        rows = self.position * len(self.spec.mla_layers) * self.form.row
         return self.spec.kda_state_bytes(item) + rows
 
     def bytes_after(self, position: int) -> int:
@@ -355,7 +117,8 @@ class SequenceState:
     def copy(self) -> SequenceState:
         """An independent copy; full latent blocks are shared since they never change."""
         self.usable()
-        other = SequenceState(self.spec, self.dtype, self._ledger, self._home_of)
+        packed = self.form.precision
+        other = SequenceState(self.spec, self.dtype, self._ledger, self._home_of, packed)
         other.take(self)
         return other
 

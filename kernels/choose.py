@@ -18,10 +18,11 @@ from ..registry import implementation, names
 from . import mixer, mixer_native, native
 from .experts_reference import Job
 from .glu_reference import Activation
+from .latent_format import DECODE_ROOM, DEVICE_ROOM, PROMPT_ROOM, LatentFormat
 from .linear_reference import Bundle, Weight
 from .mixer import MixerRows, MixerWeights
 from .mla_prefill_reference import Query
-from .pieces import Pieces
+from .pieces import Pieces, unpacked
 from .transfer import fetched, sent
 from .triton_run import interpreted, one_at_a_time
 from .workers import Workers
@@ -39,6 +40,7 @@ OPS: Mapping[str, tuple[str, ...]] = {
     "kda": ("kda_step", "kda_chunk"),
     "mla_decode": ("mla_decode",),
     "mla_prefill": ("mla_prefill",),
+    "latents": ("unpack",),
 }
 ROW_BY_ROW = ("rms_norm", "attnres", "short_conv", "kda_gate", "l2_norm", "gated_norm")
 MIXED = ("short_conv", "kda_gate", "kda")  #: what `mixer` is put together from
@@ -197,6 +199,18 @@ class Kernels:
         """A KDA layer between its projections; ``tails`` and ``state`` move on."""
         y: torch.Tensor = self._f["mixer"](rows, tails, state, w, decode, self.workers)
         return y
+
+    def unpacked(
+        self, pieces: Pieces, length: int, form: LatentFormat, dtype: torch.dtype, decode: bool
+    ) -> Pieces:
+        """``pieces`` of latents that are kept as ``form`` says, as ``mla_decode`` or (not
+        ``decode``) ``mla_prefill`` take them: blocks [256, kv_lora + rope] of ``dtype``."""
+        if form.precision is None:
+            return pieces
+        room = DECODE_ROOM if decode else PROMPT_ROOM
+        most = form.at_once(room if self._where.type == "cpu" else DEVICE_ROOM)
+        unpack = partial(self._f["unpack"], workers=self.workers)
+        return unpacked(pieces, length, form, most, (dtype, self._where), unpack)
 
     def mla_decode(
         self,

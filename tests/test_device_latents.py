@@ -19,10 +19,10 @@ from k3offload.device_latents import DeviceLatents
 from k3offload.engine import Engine
 from k3offload.errors import ScratchError, UsageError
 from k3offload.kernels.triton_run import interpreted
+from k3offload.latents import Latents, SpilledLatents
 from k3offload.loading import load
 from k3offload.options import Watch
 from k3offload.scheduler.plan import Limits, make_plan
-from k3offload.state import Latents, SpilledLatents
 from k3offload.tiers.device_fake import FakeDevice
 from tests.helpers_device_latents import (
     BLOCK,

@@ -47,10 +47,12 @@ def waits(engine: Engine, tokens: list[int], sampled: bool) -> int:
         return kernels.waits - before
 
 
-def test_a_sweep_waits_for_its_routers_and_twice_more() -> None:
+@pytest.mark.parametrize("latents", [None, "int8"])
+def test_a_sweep_waits_for_its_routers_and_twice_more(latents: str | None) -> None:
     """A wait for each router, since it decides what is read; one for whether all numbers are
     finite, and one for the logits."""
-    with load("nano", context=256, device=FakeDevice(400 << 20), vram="60M") as engine:
+    how: dict[str, Any] = {"vram": "60M", "latent_dtype": latents}
+    with load("nano", context=256, device=FakeDevice(400 << 20), **how) as engine:
         routers = len(engine.spec.moe_layers)
         assert waits(engine, [7], True) == routers + 2
         assert waits(engine, [(7 * i) % 300 for i in range(150)], False) == routers + 2

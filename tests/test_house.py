@@ -29,7 +29,7 @@ GROUPS = {
     "data": "checkpoint headers json_stream shards findings find survey check_values "
     "tokenizer tokenizer_json textstream sampling layout forecast_sizes",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
-    "state": "arena device_latents device_trunk fetch ring state weights",
+    "state": "arena device_latents latents device_trunk fetch ring state weights",
     "model": "adaptive model layer_kda layer_mla layer_moe stream",
     "session": "prefix_folder prefixes session session_identity session_load session_manifest "
     "session_save",

@@ -15,11 +15,11 @@ from k3offload.config import LATENT_BLOCK
 from k3offload.engine import Engine
 from k3offload.errors import DoesNotFit, ScratchError, SessionError, UsageError
 from k3offload.generate import Done, Request, generate
+from k3offload.latents import Home, Ledger, SpilledLatents
 from k3offload.loading import load
 from k3offload.sampling import Sampling
 from k3offload.session import Session
 from k3offload.spilling import as_block
-from k3offload.state import Home, Ledger, SpilledLatents
 from k3offload.tiers import scratch as scratch_module
 from k3offload.tiers.scratch import MARK
 from k3offload.tiers.spill import Spill

@@ -52,6 +52,7 @@ REFUSED: list[tuple[str, int, Callable[[Path], None] | None, dict[str, Any]]] = 
     ("config", 0, _other_config, {}),
     ("tokenizer", 0, _other_tokenizer, {}),
     ("dtype", 0, None, {"dtype": "bfloat16"}),
+    ("latents", 0, None, {"latent_dtype": "int8"}),
     ("trunk", 0, None, {"trunk": "int8"}),
 ]
 

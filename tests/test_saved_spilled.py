@@ -16,9 +16,9 @@ import pytest
 
 from k3offload.engine import Engine
 from k3offload.errors import ScratchError
+from k3offload.latents import SpilledLatents
 from k3offload.loading import load
 from k3offload.session_manifest import MANIFEST
-from k3offload.state import SpilledLatents
 from tests.helpers_engine import (
     BRIEF,
     Logits,

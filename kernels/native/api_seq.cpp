@@ -192,3 +192,12 @@ K3_API int k3_mla_prompt(Pool* pool, int part, int64_t heads, int64_t heads_each
         return 1;
     }
 }
+
+// floats: codes are E4M3.  scales, codes: where they begin in a row of `row` bytes.
+K3_API int k3_unpack_latents(Pool* pool, int type, int floats, int64_t rows, int64_t block_rows,
+                             int64_t row, int64_t scales, int64_t codes, int64_t kv_lora,
+                             int64_t rope, const void* const* blocks, void* out) {
+    UnpackArgs args{blocks, out, block_rows, row, scales, codes, kv_lora, rope, floats != 0,
+                    Dtype(type)};
+    return share_rows(pool, ops().unpack_latents, args, rows, 0.15 * double(kv_lora + rope));
+}
