@@ -23,11 +23,11 @@ TOKENS, DECODED = [3, 1, 4, 1, 5, 9, 2, 6, 5], 2
 GIVEN: dict[str, Any] = {"dtype": "float32", "context": 64, "sweep": 64}
 
 
-def run(vram: int, latents: str | None = None, **other: str) -> tuple[Logits, Engine]:
+def run(vram: int, packed: str | None = None, **other: str) -> tuple[Logits, Engine]:
     """The logits after each of the last tokens, of which the very last are fed one by one; and the
     engine, closed.  ``other``: operators by something else than Triton."""
     device = FakeDevice(vram, seed=4)
-    how = {**GIVEN, "kernels": dict.fromkeys(OPS, TRITON) | other, "latent_dtype": latents}
+    how = {**GIVEN, "kernels": dict.fromkeys(OPS, TRITON) | other, "latent_dtype": packed}
     with load(checkpoint(**BRIEF), device=device, vram=vram, **how) as engine:
         assert engine.accelerator is not None
         assert set(engine.accelerator.kernels.chosen.values()) == {TRITON, *other.values()}
