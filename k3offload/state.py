@@ -1,4 +1,4 @@
-"""What a sequence carries between sweeps: KDA matrices, conv tails and MLA latents (``latents.py``).
+"""What a sequence carries between sweeps: KDA matrices, conv tails, MLA latents (``latents.py``).
 
 The KDA state is constant in size and cannot be cut back, so going back needs a copy.
 """
