@@ -71,12 +71,22 @@ def test_looking_ahead_waits_once_more_a_layer(predict: str) -> None:
 def test_nothing_else_waits() -> None:
     """What is not counted above: conversions that stop for a GPU, in files that see its tensors."""
     files = [*ROOT.glob("kernels/*_triton.py"), *ROOT.glob("kernels/triton_*.py")]
-    names = ("model", "layer_kda", "layer_mla", "layer_moe", "stream", "adaptive", "state")
+    names = (
+        "model",
+        "layer_kda",
+        "layer_mla",
+        "layer_moe",
+        "stream",
+        "adaptive",
+        "state",
+        "latents",
+        "device_latents",
+    )
     files += [p for n in names if (p := ROOT / f"k3offload/{n}.py").exists()]
     assert len(files) > 15
     found = {f"{p.name}: {m[0]}" for p in files for m in UNCOUNTED.finditer(p.read_text())}
     # what was fetched, what the schedule and trace are told, and blocks for scratch files: in RAM
-    assert found == {f"{name}.py: .numpy()" for name in ("model", "state", "stream")}
+    assert found == {f"{name}.py: .numpy()" for name in ("model", "latents", "stream")}
 
 
 def test_tables_are_sent_once() -> None:
