@@ -1,6 +1,6 @@
 """Long contexts with most latents on disk: the bits of a run that keeps them all, and the time.
 
-    python -m benchmarks.long_context [prompt] [step] [wide]  [--tokens 65536] [--scratch DIR]
+    python -m benchmarks.long_context [prompt] [step] [wide]  [--tokens 65536] [--latents 4M] [--summaries 2M]
                                       [--latent-dtype int8]
 
 * ``prompt``: 65,536 tokens through the embedded model in sweeps of 8,192 with 4 MB for latents and
@@ -35,6 +35,7 @@ from benchmarks.run import machine, note
 from benchmarks.stream import need_room
 from k3offload.bench_read import read_rate
 from k3offload.checkpoint import Checkpoint
+from k3offload.config import parse_size
 from k3offload.engine import Engine
 from k3offload.find import find_model
 from k3offload.kernels.latent_format import PRECISIONS
@@ -138,7 +139,7 @@ def compare(
 def of_prompt(given: argparse.Namespace, how: dict[str, Any]) -> dict[str, Any]:
     found = compare(
         "nano",
-        {"latents": 4_000_000, "summaries": 2_000_000},
+        {"latents": parse_size(given.latents), "summaries": parse_size(given.summaries)},
         lambda e: prompt(e, given.tokens),
         context=given.tokens,
         sweep=8192,
@@ -185,6 +186,8 @@ def bound(folder: Path | str, found: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("parts", nargs="*", default=["prompt", "step", "wide"])
+    parser.add_argument("--latents", default="4M", help="of the prompt's, in RAM")
+    parser.add_argument("--summaries", default="2M", help="the same")
     parser.add_argument("--tokens", type=int, default=65_536, help="of the prompt")
     parser.add_argument("--rounds", type=int, default=5, help="decode steps")
     parser.add_argument("--scratch", type=Path, help="folder on a disk")
