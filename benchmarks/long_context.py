@@ -1,7 +1,7 @@
 """Long contexts with most latents on disk: the bits of a run that keeps them all, and the time.
 
-    python -m benchmarks.long_context [prompt] [step] [wide]  [--tokens 65536] [--latents 4M] [--summaries 2M]
-                                      [--latent-dtype int8]
+    python -m benchmarks.long_context [prompt] [step] [wide]  [--tokens 65536] [--latents 4M]
+        [--summaries 2M] [--latent-dtype int8] [--scratch DIR]
 
 * ``prompt``: 65,536 tokens through the embedded model in sweeps of 8,192 with 4 MB for latents and
   2 MB for block summaries, and with all of them; the logits of the last 64 tokens must have the
