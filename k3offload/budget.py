@@ -115,7 +115,8 @@ def latents_of(
     return Latents(
         whole=whole,
         open=sessions * layers * block,
-        carried=GROUP_ROWS * mla.heads * (mla.v + 2) * 4,
+        # a group that begins inside a tile has rows of one more
+        carried=(GROUP_ROWS + ROW_TILE) * mla.heads * (align_up(mla.v, 32) + 2) * 4,
         least=least,
         good=min(GOOD, max(least, whole // 8)),
     )
