@@ -168,9 +168,16 @@ def test_the_knee() -> None:
 def test_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"\xff")
     (tmp_path / "short").write_text("a word")
+    (tmp_path / "long").write_text("and he went up. " * 700_000)
     for arguments, words in (
         (["recall", "nano", "--longest", 100], "Give 256 or more"),
         (["recall", "nano", "--trials", 0], "--trials is 0"),
+        (["recall", "nano", "--seed", "-1"], "The seed is -1"),
+        (["recall", "nano", "--longest", 1 << 20], "exceed the model's context"),
+        (
+            ["append", "nano", "--turns", 9000, "--user", 200, "--text", tmp_path / "long"],
+            "exceed the model's context",
+        ),
         (["append", "nano", "--text", tmp_path / "short"], "8 turns of 200 are wanted"),
         (["append", "nano", "--text", tmp_path / "bad"], "not UTF-8: byte 0"),
         (["append", "nano", "--plot", tmp_path / "no" / "x.svg"], "no is not a folder"),
