@@ -18,6 +18,7 @@ from .progress import Progress, loading_libraries, write_out
 if TYPE_CHECKING:
     from .evaluate_append import Turn
     from .evaluate_recall import Recall
+    from .options import Watch
 
 Text = Annotated[
     Path | None, typer.Option(help="UTF-8 text; the embedded model's held-out text if unset.")
@@ -50,11 +51,9 @@ def append(
     with Progress() as progress:
         with loading_libraries(progress):
             from .evaluate_append import append as measure
-            from .options import Watch
         found = measure(
             model, turns=turns, user=user, reply=reply, text=words, show=progress.show,
-            sweep=how.sweep, **loading_options(how),
-            watch=Watch(warn=lambda line: progress.say(f"warning: {line}")),
+            watch=_warnings(progress), **loading_options(how),
         )  # fmt: skip
     if place is not None:
         write_chart(place, append_chart(found))
@@ -79,11 +78,9 @@ def recall(
         with loading_libraries(progress):
             from .evaluate_recall import knee
             from .evaluate_recall import recall as measure
-            from .options import Watch
         found = measure(
             model, longest=longest, trials=trials, seed=seed, text=words, show=progress.show,
-            sweep=how.sweep, **loading_options(how),
-            watch=Watch(warn=lambda line: progress.say(f"warning: {line}")),
+            watch=_warnings(progress), **loading_options(how),
         )  # fmt: skip
     if place is not None:
         write_chart(place, recall_chart(found))
@@ -91,6 +88,13 @@ def recall(
         write_out(json.dumps({"knee": knee(found), "rows": [r.to_dict() for r in found]}))
     else:
         write_out(recall_table(found, knee(found)))
+
+
+def _warnings(progress: Progress) -> Watch:
+    """Loading says nothing but its warnings."""
+    from .options import Watch
+
+    return Watch(warn=lambda line: progress.say(f"warning: {line}"))
 
 
 def append_table(found: list[Turn]) -> str:

@@ -160,18 +160,21 @@ def takes_how(*but: str) -> Callable[[Callable[..., None]], Callable[..., None]]
             if name != "how"
         ]
         parameters += options
-        made.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
-        made.__annotations__ = {p.name: p.annotation for p in parameters}
+        show_parameters(made, parameters)
         return made
 
     return over
 
 
+def show_parameters(command: Callable[..., None], parameters: list[Parameter]) -> None:
+    """Let typer see ``parameters`` where ``command`` takes whatever it is given."""
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+
+
 def loading_options(how: How) -> dict[str, Any]:
-    """What ``open_engine`` takes of ``how``, all but the length of a sweep.  Raises
-    ``UsageError``."""
+    """What ``open_engine`` takes of ``how``.  Raises ``UsageError``."""
     given = how._asdict()
-    del given["sweep"]
     given["adaptive"] = given.pop("adaptive_backend")
     given["kernels"] = _kernels(given.pop("kernel"))
     for name in ("ram", "cache", "vram", "latents", "summaries", "prefix_disk"):

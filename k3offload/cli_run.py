@@ -155,7 +155,7 @@ def _open(
     from .plan_text import lowered, plan_lines
 
     given = loading_options(how)
-    Options(sweep=how.sweep, **{k: v for k, v in given.items() if v is not None and k != "device"})
+    Options(**{k: v for k, v in given.items() if v is not None and k != "device"})
     sizes: dict[str, int | None] = {}
 
     def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from k3offload.engine import Engine
 from k3offload.session import Session
 from k3offload.session_manifest import MANIFEST
-from tests.helpers_engine import Logits, some_tokens
+from tests.helpers_engine import Logits, session_with, some_tokens
 
 A, B = some_tokens(300, 1), some_tokens(75, 2)
 REPLY = some_tokens(6, 3)
@@ -42,3 +43,12 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     content["crc32"] = zlib.crc32(text.encode())
     (path / MANIFEST).write_text(json.dumps(content, sort_keys=True, separators=(",", ":")))
+
+
+def save_reply(engine: Engine, path: Path) -> Path:
+    """A with a reply decoded, its last token not computed yet, saved to ``path``."""
+    with session_with(engine, A) as session:
+        decode(session, REPLY)
+        session.append_sampled(9)
+        session.save(path)
+    return path

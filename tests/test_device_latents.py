@@ -40,13 +40,13 @@ from tests.helpers_device_latents import (
 )
 from tests.helpers_engine import (
     BRIEF,
-    Logits,
     call,
     checkpoint,
     logits_of,
     same_bits,
     session_with,
 )
+from tests.helpers_spilled import fork_story
 from tests.test_plan import GB, LONG
 
 pytest.importorskip("zarr")
@@ -135,28 +135,9 @@ def test_a_decode_step_waits_for_nothing_more(tmp_path: Path) -> None:
 
 def test_forks_snapshots_and_going_back(tight: Engine) -> None:
     """All as on a device that holds everything; shared blocks leave it once."""
-
-    def story(engine: Engine) -> list[Logits]:
-        got = []
-        with session_with(engine, TOKENS[:900]) as first:
-            got.append(first.logits()[None])
-            snapshot = first.snapshot()
-            second = first.fork()
-            second.append(TOKENS[900:])
-            first.append(TOKENS[100:700])
-            got += [second.logits()[None], first.logits()[None]]
-            first.rewind(snapshot)
-            del snapshot
-            first.append(TOKENS[900:])
-            got.append(first.logits()[None])
-        second.append([5])
-        got.append(second.logits()[None])
-        second.close()
-        return got
-
     with resident() as roomy:
-        want = story(roomy)
-    for a, b in zip(want, story(tight), strict=True):
+        want = fork_story(roomy, TOKENS)
+    for a, b in zip(want, fork_story(tight, TOKENS), strict=True):
         assert same_bits(a, b)
     assert moved(tight)
     layers = len(tight.spec.mla_layers)

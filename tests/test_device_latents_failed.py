@@ -22,11 +22,11 @@ from tests.helpers_device_latents import (
     TOKENS,
     everything,
     resident,
-    spill,
     tightly,
     window,
 )
 from tests.helpers_engine import same_bits, session_with
+from tests.helpers_spilled import damage_first_file
 
 pytest.importorskip("zarr")
 
@@ -121,12 +121,7 @@ def test_lost_files_end_their_session_alone_r58(
     lost, fine = session_with(tight, TOKENS), session_with(tight, TOKENS[:300])
     lost.logits()
     fine.logits()
-    spill(tight).flush()
-    assert tight.spilling is not None
-    (path, *_) = sorted(tight.spilling.scratch.folder.rglob("0.0"))
-    for number in list(tight.disk._handles):  # what is open stays readable
-        os.close(tight.disk._handles.pop(number)[0])
-    damage(path)
+    path = damage_first_file(tight, damage)
     ends = {end.request: end for end in decode(tight, lost, fine)}
     assert isinstance(ends[0].error, ScratchError) and str(path) in str(ends[0].error)
     assert ends[1].finish_reason == "length" and ends[1].error is None

@@ -20,7 +20,7 @@ from k3offload.loading import load
 from k3offload.session_manifest import CHUNK
 from tests.helpers_checkpoint import ROOT
 from tests.helpers_engine import BRIEF, checkpoint, same_bits, session_with, some_tokens
-from tests.helpers_saved import REPLY, A, B, decode, one_file
+from tests.helpers_saved import REPLY, A, B, decode, one_file, save_reply
 
 zarr = pytest.importorskip("zarr")
 
@@ -33,12 +33,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def saved(engine: Engine, tmp_path: Path) -> Path:
-    """A with a reply decoded, its last token not computed yet."""
-    with session_with(engine, A) as session:
-        decode(session, REPLY)
-        session.append_sampled(9)
-        session.save(tmp_path / "s")
-    return tmp_path / "s"
+    return save_reply(engine, tmp_path / "s")
 
 
 # ---- what comes back ----

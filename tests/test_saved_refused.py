@@ -18,7 +18,7 @@ from k3offload.options import Watch
 from k3offload.session_manifest import MANIFEST
 from tests.helpers_checkpoint import config
 from tests.helpers_engine import BRIEF, checkpoint, same_bits, session_with, starve
-from tests.helpers_saved import REPLY, A, B, decode, rewrite
+from tests.helpers_saved import A, B, rewrite, save_reply
 
 zarr = pytest.importorskip("zarr")
 
@@ -31,12 +31,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def saved(engine: Engine, tmp_path: Path) -> Path:
-    """A with a reply decoded, its last token not computed yet."""
-    with session_with(engine, A) as session:
-        decode(session, REPLY)
-        session.append_sampled(9)
-        session.save(tmp_path / "s")
-    return tmp_path / "s"
+    return save_reply(engine, tmp_path / "s")
 
 
 def _other_tokenizer(folder: Path) -> None:
