@@ -3,6 +3,7 @@ of K3 and sizes that fit no tile, latents that are packed in several goes, who c
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -57,13 +58,15 @@ def make(sizes: Sizes, length: int, dtype: torch.dtype = torch.bfloat16) -> Give
     return Given([Query(q[a:b], a) for a, b in ends], latents, up, s)
 
 
-def run(module: object, given: Given, each: int = 0, workers: Workers = SOLO) -> list[torch.Tensor]:
+def run(
+    module: ModuleType, given: Given, each: int = 0, workers: Workers = SOLO
+) -> list[torch.Tensor]:
     """``each``: blocks of a piece, 0 for all in one; what follows the last token is NaN."""
     blocks, s = in_blocks(given.latents, float("nan")), given.sizes
     step = each or len(blocks)
     pieces = [blocks[i : i + step] for i in range(0, len(blocks), step)]
     with poisoned():
-        done: list[torch.Tensor] = module.mla_prefill(  # type: ignore[attr-defined]
+        done: list[torch.Tensor] = module.mla_prefill(
             given.queries, pieces, len(given.latents), given.up, s.nope, s.v,
             (s.nope + s.rope) ** -0.5, workers,
         )  # fmt: skip

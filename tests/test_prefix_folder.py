@@ -30,7 +30,7 @@ pytest.importorskip("zarr")
 LONG = some_tokens(700, 1)
 
 
-def loaded(folder: Path, seed: int = 0, **options: Any) -> tuple[Engine, list[str]]:
+def loaded(folder: Path | str, seed: int = 0, **options: Any) -> tuple[Engine, list[str]]:
     """An engine that keeps prefixes in ``folder``, and what it warned of."""
     said: list[str] = []
     how = {"dtype": "float32", "context": 800, "sessions": 2, "prefix_dir": str(folder), **options}
@@ -177,7 +177,7 @@ def test_places_that_cannot_hold_prefixes(tmp_path: Path, name: str) -> None:
     (tmp_path / "kept").write_text("")
     place = checkpoint(**BRIEF) / "kept" if name == "model" else tmp_path / name if name else ""
     with pytest.raises(UsageError):
-        loaded(place)  # type: ignore[arg-type]
+        loaded(place)
     assert not (checkpoint(**BRIEF) / "kept").exists()
 
 
