@@ -24,6 +24,7 @@ from .checkpoint import Checkpoint
 from .config import show_size
 from .config_fields import read_json
 from .config_read import PACK_KEY, PACK_VERSION
+from .durable import write_file
 from .errors import CheckpointError, DoesNotFit, UsageError
 from .findings import count_of, listing
 from .machine import default_threads
@@ -31,7 +32,7 @@ from .pack_journal import Growing, drop_journal, partial_folder
 from .pack_layout import Layout
 from .pack_source import CONFIG, JOURNAL, check_outside, identity, read_sources, side_files, stamps
 from .pack_stream import Quantise
-from .pack_write import write_file, write_shard
+from .pack_write import write_shard
 from .paths import show_path
 from .precision import PRECISIONS
 from .shards import INDEX_NAME

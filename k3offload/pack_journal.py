@@ -17,10 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+from .durable import UNFINISHED, sync
 from .errors import CheckpointError, UsageError
 from .pack_layout import Shard
 from .pack_source import CONFIG, JOURNAL
-from .pack_write import UNFINISHED, checksum, sync_folder
+from .pack_write import checksum
 from .paths import show_path
 from .shards import INDEX_NAME
 
@@ -90,9 +91,9 @@ class Growing:
 
     def publish(self, out: Path) -> None:
         """Make the folder ``out``, at once and whole; the journal goes when it has been done."""
-        sync_folder(self.folder)
+        sync(self.folder)
         os.rename(self.folder, out)
-        sync_folder(out.parent)
+        sync(out.parent)
         drop_journal(out)
 
     def _refuse_strangers(self, ours: set[str]) -> None:
@@ -122,7 +123,7 @@ class Growing:
             self._file.truncate(self._file.seek(0, os.SEEK_END) - len(torn))
         if not lines:
             self._write(about)
-            sync_folder(self.folder)
+            sync(self.folder)
             return
         begun = _line(self.folder, lines[0])
         for name, text in _SAYS.items():
@@ -156,4 +157,4 @@ def _line(folder: Path, text: bytes) -> dict[str, Any]:
 def drop_journal(out: Path) -> None:
     """Remove the journal from a published pack; one that was killed at that point has it still."""
     (out / JOURNAL).unlink(missing_ok=True)
-    sync_folder(out)
+    sync(out)

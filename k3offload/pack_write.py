@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 
 from .config import READ_ALIGN
+from .durable import UNFINISHED, sync
 from .pack_layout import Entry, Shard, header
 from .pack_stream import BLOCK, Block, Quantise, stream
 from .tiers.base import Buffer
@@ -28,7 +29,6 @@ from .tiers.tier_ram import Slab
 
 BLOCKS: Final = 4  #: in memory: one being filled, one being written, the others being read
 FLUSH: Final = 64 << 20  #: bytes a buffered file may hold in the page cache
-UNFINISHED: Final = ".part"
 
 
 class _File:
@@ -161,7 +161,7 @@ def write_shard(
         file.close()
     assert partial.stat().st_size == shard.size, shard
     os.rename(partial, path)
-    sync_folder(folder)
+    sync(folder)
     return writer.checksum
 
 
@@ -174,23 +174,3 @@ def checksum(path: Path, wrote: Callable[[int], None]) -> int:
             wrote(count)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return total
-
-
-def write_file(path: Path, chunks: Iterable[bytes]) -> None:
-    """A small file, on the drive when this returns, complete or not there."""
-    partial = path.with_name(path.name + UNFINISHED)
-    with open(partial, "wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(partial, path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in ``folder`` to the drive."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

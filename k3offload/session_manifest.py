@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .config import LATENT_BLOCK
+from .durable import sync
 from .errors import SessionError, UsageError
 from .kernels.latent_format import LatentFormat
 from .paths import show_path
@@ -156,15 +157,6 @@ def publish(path: Path, manifest: Manifest) -> int:
     os.replace(partial, path / MANIFEST)
     sync(path)
     return len(data)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
-    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def next_save(path: Path) -> str:

@@ -24,6 +24,7 @@ except ImportError:  # it needs Python 3.11
     zarr = None
 
 from .config import LATENT_BLOCK
+from .durable import sync
 from .errors import K3Error, SessionError, UsageError
 from .latents import Latents, SpilledLatents
 from .paths import show_path
@@ -45,7 +46,6 @@ from .session_manifest import (
     publish,
     read_manifest,
     sweep_out,
-    sync,
 )
 from .state import SequenceState
 

@@ -24,10 +24,11 @@ FOLDERS = ("kernels", "tiers", "scheduler")
 
 #: Every file of the package belongs to one group.  A folder's files go by the folder's name.
 GROUPS = {
-    "leaf": "config errors machine paths registry",
+    "leaf": "config durable errors machine paths registry",
     "spec": "spec inventory config_fields config_read precision",
-    "data": "checkpoint headers json_stream shards findings find survey check_values "
-    "tokenizer tokenizer_json textstream sampling layout forecast_sizes",
+    "data": "batch_file batch_index batch_lines batch_records batch_states checkpoint headers "
+    "json_stream shards findings find survey check_values tokenizer tokenizer_json textstream "
+    "sampling layout forecast_sizes",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "arena device_latents latents device_trunk fetch ring state weights",
     "model": "adaptive model layer_kda layer_mla layer_moe stream",
