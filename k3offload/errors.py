@@ -61,3 +61,7 @@ class NumericError(K3Error):
 
 class SessionError(K3Error):
     """A session is used in a way its state does not allow."""
+
+
+class BatchError(K3Error):
+    """What a batch writes cannot be written, read or continued; names the file and the line."""
