@@ -8,7 +8,7 @@ results are as good, and no longer the same bits from run to run.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 
 from .kernels.choose import Kernels
@@ -47,6 +47,10 @@ class Adaptive:
         near = [page for page in pages if self.device.absent(page) and self.host.has(page)]
         share = self.copy_seconds / (self.copy_seconds + self.cpu_seconds)
         return near[: round(len(near) * share)]
+
+    def has_all(self, pages: Set[PageId]) -> bool:
+        """As ``ExpertStore.has_all``; what runs beside the device is not put off."""
+        return False
 
     def drop_prefetches(self, layer: int) -> None:
         self.device.drop_prefetches(layer)

@@ -220,6 +220,10 @@ class DeviceTrunk:
                 self._device.handed_out(as_bytes(weights.arena))
                 yield weights
 
+    def holds(self, index: int) -> bool:
+        """Whether layer ``index`` stays where it is computed."""
+        return index in self._held if index in self._layers else self.host.holds(index)
+
     def peek(self, index: int) -> LayerWeights | None:
         """The weights of layer ``index`` if they are here now; they may go with the next copy."""
         if index not in self._layers:

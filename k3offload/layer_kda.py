@@ -45,7 +45,7 @@ def kda(
         rows = MixerRows([stream[own] for stream in qkv], raw[own], beta[own], gate[own])
         tails, matrix = state.conv[w.layer].unbind(), state.kda[w.layer]
         done.append(kernels.mixer(rows, tails, matrix, fixed, group.decode))
-    return project("o_proj", done[0] if len(done) == 1 else torch.cat(done))
+    return project("o_proj", kernels.joined(done))
 
 
 def _fixed(w: LayerWeights, spec: ModelSpec) -> MixerWeights:
