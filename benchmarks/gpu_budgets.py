@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class Timed:
         self.device, self.name, self.where = device, device.name, device.where
         self.free_bytes, self.allocate, self.pin = device.free_bytes, device.allocate, device.pin
         self.mark, self.handed_out, self.close = device.mark, device.handed_out, device.close
+        self.fetch = device.fetch  # the other way, which the bus has for itself
         self._lock, self._under_way, self._since = threading.Lock(), 0, 0.0
         self._bytes, self._seconds = 0, 0.0
 
@@ -43,6 +45,17 @@ class Timed:
         landed: Landed,
         urgent: bool = True,
     ) -> None:
+        self.device.copy(source, to, after, self._timed(source.nbytes, landed), urgent)
+
+    def copy_all(
+        self, pairs: Sequence[tuple[Buffer, torch.Tensor]], after: Mark, landed: Landed
+    ) -> None:
+        size = sum(source.nbytes for source, _ in pairs)
+        self.device.copy_all(pairs, after, self._timed(size, landed))
+
+    def _timed(self, size: int, landed: Landed) -> Landed:
+        """``landed`` of a copy of ``size`` bytes that begins now."""
+
         def ended(error: BaseException | None) -> None:
             with self._lock:
                 self._under_way -= 1
@@ -54,8 +67,8 @@ class Timed:
             if not self._under_way:
                 self._since = time.perf_counter()
             self._under_way += 1
-            self._bytes += source.nbytes
-        self.device.copy(source, to, after, ended, urgent)
+            self._bytes += size
+        return ended
 
     def so_far(self) -> tuple[int, float]:
         """Bytes asked for, and seconds with copies under way."""

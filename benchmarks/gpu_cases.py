@@ -10,6 +10,8 @@ import torch
 from k3offload.kernels.experts_reference import Job
 from k3offload.kernels.glu_reference import Activation
 from k3offload.kernels.int8 import Int8Weight
+from k3offload.kernels.latent_format import PRECISIONS, LatentFormat
+from k3offload.kernels.latents_reference import pack
 from k3offload.kernels.linear_reference import DenseWeight, Weight
 from k3offload.kernels.mixer import MixerRows, MixerWeights
 from k3offload.kernels.mla_prefill_reference import Query
@@ -194,3 +196,17 @@ def _mla(s: Sizes, draw: Draw, rows: int) -> Iterator[Case]:
         2 * s.heads * (s.nope + s.v) * s.kv_lora,
         rows * s.heads * (s.nope + s.v) * s.kv_lora + 64 * rows * s.heads * (width + s.v),
     )  # fmt: skip
+    for precision in PRECISIONS:
+        form = LatentFormat(s.kv_lora, s.rope, 2, precision)
+        packed, count = [pack(block, form) for block in blocks], 256 * len(blocks)
+        yield Case(
+            f"latents {precision} {count}", {"blocks": packed},
+            lambda f, i, form=form: _unpacked(f, i["blocks"], form),
+            count * (form.row + 2 * form.width), count * form.width,
+        )  # fmt: skip
+
+
+def _unpacked(f: Any, blocks: list[torch.Tensor], form: LatentFormat) -> list[torch.Tensor]:
+    """Copies: pieces take turns in one memory."""
+    pieces = f.unpacked([blocks], 256 * len(blocks), form, torch.bfloat16, False)
+    return [block.clone() for piece in pieces for block in piece]

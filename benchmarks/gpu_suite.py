@@ -13,8 +13,9 @@
 
 ``--tune`` measures the candidates of the tuning table instead and prints this GPU's entry.
 
-One JSON line each, appended to ``benchmarks/results``.  ``--fake`` runs the machinery on the CPU,
-that of 1 and 2 with Triton's interpreter, at sizes that mean nothing.
+One JSON line each, appended to ``benchmarks/results``, as soon as it is known; what is left out
+for want of time or disk, and a kernel that fails, have lines too.  ``--fake`` runs the machinery on
+the CPU, that of 1 and 2 with Triton's interpreter, at sizes that mean nothing.
 """
 
 from __future__ import annotations
@@ -108,7 +109,10 @@ def run_tune(device: Device, left: Callable[[], float]) -> None:
     """What to put into ``kernels/tuning.json`` for this GPU."""
     kernels = Kernels(Workers(1), dict.fromkeys(OPS, TRITON) if FAKE else None, None, device.where)
     every = cases(SMALL if FAKE else Sizes(), seed=0, rows=64 if FAKE else PROMPT)
-    got = tune(every, kernels, device.where, lambda f: seconds_of(f, device.where), left)
+    where = device.where
+    got = tune(
+        every, kernels, where, lambda f: seconds_of(f, where), left, lambda line: tell(line, device)
+    )
     tell(got, device)
     on_gpu = device.where.type == "cuda"
     name = torch.cuda.get_device_name(device.where) if on_gpu else device.name
@@ -127,9 +131,15 @@ def run_kernels(device: Device, left: Callable[[], float]) -> bool:
         if left() < 0:
             tell({"part": "kernels", "stopped_before": case.name}, device)
             break
-        error = check(case, reference, kernels, device.where)
-        inputs = to(case.inputs, device.where)
-        seconds = seconds_of(lambda: case.call(kernels, inputs), device.where)  # noqa: B023
+        try:
+            error = check(case, reference, kernels, device.where)
+            inputs = to(case.inputs, device.where)
+            seconds = seconds_of(lambda: case.call(kernels, inputs), device.where)  # noqa: B023
+        except Exception as failure:  # of one kernel says nothing of the others
+            fine = False
+            line = {"part": "kernels", "case": case.name, "right": False}
+            tell({**line, "failed": repr(failure)[:300]}, device)
+            continue
         floor = max(case.read / memory, case.macs / macs)
         right = error <= TOLERANCE
         fine &= right
@@ -177,8 +187,11 @@ def run_budgets(make: Callable[[str], Device], left: Callable[[], float]) -> Non
     models = [("nano", None, 0.0)] if FAKE else [("wide", None, 8e9), ("io-real", "6G", 14e9)]
     prompt, steps = (64, 4) if FAKE else (PROMPT, STEPS)
     for size, ram, need in models:
-        if left() < 60 or shutil.disk_usage(tempfile.gettempdir()).free < need:
-            return
+        room = shutil.disk_usage(tempfile.gettempdir()).free
+        if left() < 60 or room < need:
+            why = f"{left():.0f} seconds left, {room / 1e9:.0f} GB free, {need / 1e9:.0f} needed"
+            tell({"part": "budgets", "model": size, "skipped": why}, make(""))
+            continue
         with tempfile.TemporaryDirectory(prefix="k3-gpu-") as folder:
             make_tiny(Path(folder) / "m", size)
             bus = bus_rate(make(""), 1 << (16 if FAKE else 28))
@@ -186,7 +199,9 @@ def run_budgets(make: Callable[[str], Device], left: Callable[[], float]) -> Non
             tell({"part": "rates", "model": size, "bus": rates[0], "disk": rates[1]}, make(""))
             for vram in ("5M", "9M") if FAKE else BUDGETS:
                 if left() < 30:
-                    return
+                    skipped = {"vram": vram, "skipped": f"{left():.0f} seconds left"}
+                    tell({"part": "budgets", "model": size, **skipped}, make(""))
+                    continue
                 device = make(vram)
                 got = decode(Path(folder) / "m", device, rates, prompt, steps, vram=vram, ram=ram)
                 tell({**got, "model": size, "vram": vram, "ram": ram}, device)

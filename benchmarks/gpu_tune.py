@@ -1,6 +1,7 @@
 """``gpu_suite.py --tune``: what of the candidates is fastest on this GPU, as an entry of the table.
 
 A candidate that changed a bit would be no candidate: each result is compared with the default's.
+One that does, or cannot run, is an error once all others have been measured: time on a GPU is dear.
 """
 
 from __future__ import annotations
@@ -28,17 +29,32 @@ Seconds = Callable[[Callable[[], object]], float]
 
 
 def ratios_of(
-    case: Case, field: str, kernels: Kernels, where: torch.device, seconds: Seconds
+    case: Case,
+    field: str,
+    kernels: Kernels,
+    where: torch.device,
+    seconds: Seconds,
+    refused: list[str],
 ) -> dict[int, float]:
-    """Value -> time of ``case`` over its time by default.  ``AssertionError`` if bits change."""
+    """Value -> time of ``case`` over its time by default.  Values that change a bit or cannot run
+    are not there; ``refused`` is told why."""
     default, inputs = entry_of(""), to(case.inputs, where)
-    want, base, found = case.call(kernels, inputs), 0.0, dict[int, float]()
-    usual = getattr(default, field)
+    usual, base, found = getattr(default, field), 0.0, dict[int, float]()
+    try:
+        want = case.call(kernels, inputs)
+    except Exception as error:
+        refused.append(f"{case.name} cannot run ({error!r})")
+        return found
     for value in (usual, *(v for v in CANDIDATES[field] if v != usual)):
         with trying(default._replace(**{field: value})):
-            got = case.call(kernels, inputs)
-            same = all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-            assert same, f"{field}={value} changes bits of {case.name}"
+            try:
+                got = case.call(kernels, inputs)
+            except Exception as error:
+                refused.append(f"{field}={value} cannot run {case.name} ({error!r})")
+                continue
+            if not all(torch.equal(a, b) for a, b in zip(want, got, strict=True)):
+                refused.append(f"{field}={value} changes bits of {case.name}")
+                continue
             took = seconds(lambda: case.call(kernels, inputs))
         base = base or took
         found[value] = took / base
@@ -51,15 +67,20 @@ def tune(
     where: torch.device,
     seconds: Seconds,
     left: Callable[[], float],
+    tell: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """The geometric mean of the ratios of all cases, by field and value, and the best of each."""
+    """The geometric mean of the ratios of all cases, by field and value, and the best of each.
+    ``tell`` hears of each case at once.  ``AssertionError`` at the end if a value was refused."""
+    refused: list[str] = []
     logs: dict[str, dict[int, list[float]]] = {f: {v: [] for v in CANDIDATES[f]} for f in USES}
     for case in every:
         for field, pattern in USES.items():
             if left() > 0 and re.match(pattern, case.name):
-                found = ratios_of(case, field, kernels, where, seconds)
+                found = ratios_of(case, field, kernels, where, seconds, refused)
+                tell({"part": "tune", "case": case.name, "field": field, "ratios": found})
                 for value, ratio in found.items():
                     logs[field][value].append(math.log(ratio))
+    assert not refused, "; ".join(refused)
     means = {
         field: {v: math.exp(sum(x) / len(x)) for v, x in of.items() if x}
         for field, of in logs.items()

@@ -1,6 +1,7 @@
 """Long contexts with most latents on disk: the bits of a run that keeps them all, and the time.
 
-    python -m benchmarks.long_context [prompt] [step] [wide]  [--tokens 65536] [--scratch DIR]
+    python -m benchmarks.long_context [prompt] [step] [wide]  [--tokens 65536] [--latents 4M]
+        [--summaries 2M] [--latent-dtype int8] [--scratch DIR]
 
 * ``prompt``: 65,536 tokens through the embedded model in sweeps of 8,192 with 4 MB for latents and
   2 MB for block summaries, and with all of them; the logits of the last 64 tokens must have the
@@ -34,8 +35,11 @@ from benchmarks.run import machine, note
 from benchmarks.stream import need_room
 from k3offload.bench_read import read_rate
 from k3offload.checkpoint import Checkpoint
+from k3offload.config import parse_size
 from k3offload.engine import Engine
 from k3offload.find import find_model
+from k3offload.kernels.latent_format import PRECISIONS
+from k3offload.kernels.latents_reference import pack
 from k3offload.make_tiny import make_tiny
 from k3offload.model import Run
 from k3offload.run_logits import spans
@@ -78,7 +82,7 @@ def made_up(engine: Engine, count: int) -> SequenceState:
         g = torch.Generator().manual_seed(layer)
         for begin in range(0, count, APPEND):
             rows = torch.randn(min(APPEND, count - begin), engine.spec.mla.latent, generator=g)
-            latents.append(rows.to(torch.bfloat16))
+            latents.append(pack(rows.to(torch.bfloat16), state.form))
     state.position = count
     return state
 
@@ -135,7 +139,7 @@ def compare(
 def of_prompt(given: argparse.Namespace, how: dict[str, Any]) -> dict[str, Any]:
     found = compare(
         "nano",
-        {"latents": 4_000_000, "summaries": 2_000_000},
+        {"latents": parse_size(given.latents), "summaries": parse_size(given.summaries)},
         lambda e: prompt(e, given.tokens),
         context=given.tokens,
         sweep=8192,
@@ -182,14 +186,18 @@ def bound(folder: Path | str, found: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("parts", nargs="*", default=["prompt", "step", "wide"])
+    parser.add_argument("--latents", default="4M", help="of the prompt's, in RAM")
+    parser.add_argument("--summaries", default="2M", help="the same")
     parser.add_argument("--tokens", type=int, default=65_536, help="of the prompt")
     parser.add_argument("--rounds", type=int, default=5, help="decode steps")
     parser.add_argument("--scratch", type=Path, help="folder on a disk")
+    parser.add_argument("--latent-dtype", choices=PRECISIONS, help="packed latents, in both runs")
     given = parser.parse_args()
-    how = {"scratch": given.scratch}
+    how = {"scratch": given.scratch, "latent_dtype": given.latent_dtype}
     parts = {"prompt": of_prompt, "step": of_step, "wide": of_wide}
     for part in given.parts:
-        line = {"benchmark": f"long_context {part}", **machine(), **parts[part](given, how)}
+        found = {"latent_dtype": given.latent_dtype, **parts[part](given, how)}
+        line = {"benchmark": f"long_context {part}", **machine(), **found}
         print(json.dumps(line, indent=2), flush=True)
         note(line)
 

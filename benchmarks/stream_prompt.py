@@ -1,14 +1,20 @@
 """A prompt whose experts do not fit: every expert is read once a sweep, and time against its bound.
 
     python -m benchmarks.stream_prompt [--model FOLDER] [--tokens 512] [--sweep 512] [--cache 0.1]
+    python -m benchmarks.stream_prompt --size io-real --tokens 4096 --ram 2G [--chunk 32]
 
 Without ``--model`` a checkpoint of 3 MoE layers with 112 experts of released size each is made
-(6 GB) and deleted again.  Each round loads the model anew, so that its cache is cold, and computes
-one prompt.  Checked, not only reported: expert bytes read are exactly the distinct experts that the
-prompt's rows chose times the page, in each sweep over again where there are several, less what was
-still in RAM from the sweep before; and the kernel's own account of bytes read is ours, but for
-``--slack`` of other files.  The bound is the larger of (bytes read / line rate) and compute alone,
-which is the same prompt with every expert in RAM.
+(6 GB; with ``--size io-real`` one of 7 layers, 12 GB) and deleted again.  Without ``--sweep`` the
+plan decides how long sweeps are; ``--ram`` is a budget of the whole process instead of a share of
+the experts.  With ``--chunk`` the prompt is appended and computed so many tokens at a time, as
+engines do that have no longer sweeps.
+
+Each round loads the model anew, so that its cache is cold, and computes one prompt.  Checked, not
+only reported: expert bytes read are exactly the distinct experts that the prompt's rows chose times
+the page, in each sweep over again where there are several, less what was still in RAM from the
+sweep before; and the kernel's own account of bytes read is ours, but for ``--slack`` of other
+files.  The bound is the larger of (bytes read / line rate) and compute alone, which is the same
+prompt with every expert in RAM.
 """
 
 from __future__ import annotations
@@ -62,35 +68,43 @@ class Touched:
         return sum(map(len, self.sweeps))
 
 
-def prompt(engine: Engine, count: int) -> float:
-    """Seconds of a prompt of ``count`` tokens."""
+def prompt(engine: Engine, count: int, chunk: int | None) -> float:
+    """Seconds of a prompt of ``count`` tokens, ``chunk`` of them at a time."""
     tokens = [(37 * i + i // 5) % engine.spec.vocab for i in range(count)]
     with engine.session() as session:
-        session.append(tokens)
         begin = time.perf_counter()
-        session.logits()
+        for first in range(0, count, chunk or count):
+            session.append(tokens[first : first + (chunk or count)])
+            session.logits()
         return time.perf_counter() - begin
 
 
-def compute_alone(folder: Path, count: int, sweep: int, rounds: int) -> float:
-    with k3offload.load(folder, context=count + 64, sweep=sweep) as engine:
+def compute_alone(given: argparse.Namespace, folder: Path, sweep: int) -> float:
+    """The same prompt in the same sweeps with every expert in RAM."""
+    with k3offload.load(folder, context=given.tokens + 64, sweep=sweep) as engine:
         if engine.plan.slots < engine.plan.experts:
             raise SystemExit("Compute alone cannot be measured: not all experts fit into RAM.")
-        prompt(engine, count)  # brings every expert
-        return statistics.median(prompt(engine, count) for _ in range(rounds))
+        prompt(engine, given.tokens, given.chunk)  # brings every expert
+        return statistics.median(
+            prompt(engine, given.tokens, given.chunk) for _ in range(given.rounds)
+        )
 
 
-def measure(folder: Path, count: int, sweep: int, share: float, slack: int) -> dict[str, Any]:
+def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One prompt over a cold cache.  Raises ``SystemExit`` where an account is not exact."""
-    checkpoint = Checkpoint.open(folder)
+    checkpoint, context, slack = Checkpoint.open(folder), given.tokens + 64, given.slack
     page = checkpoint.expert_bytes
     before = read_rate(checkpoint, 1.5).rate
-    cache = int(checkpoint.spec.expert_count * page * share)
-    with k3offload.load(folder, cache=cache, context=count + 64, sweep=sweep) as engine:
+    cache = None if given.ram else int(checkpoint.spec.expert_count * page * given.cache)
+    with k3offload.load(
+        folder, cache=cache, ram=given.ram, context=context, sweep=given.sweep
+    ) as engine:
         touched, ours, kernel = Touched(engine), disk_bytes(engine), kernel_read_bytes()
-        seconds = prompt(engine, count)
+        useful = engine.disk.counts.bytes
+        seconds = prompt(engine, given.tokens, given.chunk)
+        slots, rows = engine.plan.slots, engine.plan.sweep_rows
         ours, kernel = disk_bytes(engine) - ours, kernel_read_bytes() - kernel
-        counts = engine.counts()["experts"]
+        useful, counts = engine.disk.counts.bytes - useful, engine.counts()["experts"]
     rate = statistics.mean((before, read_rate(checkpoint, 1.5).rate))
     _check("experts asked for", counts.requests, touched.count)
     _check("expert bytes read", counts.bytes, (touched.count - counts.hits) * page)
@@ -100,16 +114,18 @@ def measure(folder: Path, count: int, sweep: int, share: float, slack: int) -> d
         raise SystemExit(f"The kernel has read {kernel:,} bytes and we {ours:,}.")
     return {
         "sweeps": len(touched.sweeps),
-        "slots": cache // page,
+        "rows_of_a_sweep": rows,
+        "slots": slots,
         "distinct_experts": touched.count,
         "page_bytes": page,
         "expert_bytes": counts.bytes,
+        "bytes": useful,  # with the trunk's
         "our_bytes_with_alignment": ours,
         "kernel_bytes": kernel,
         "seconds": seconds,
         "waited_seconds": counts.wait_seconds,
         "line_rate": rate,
-        "read_seconds": counts.bytes / rate,
+        "read_seconds": useful / rate,
     }
 
 
@@ -119,17 +135,15 @@ def _check(what: str, found: int, expected: int) -> None:
 
 
 def run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    alone = compute_alone(folder, given.tokens, given.sweep, given.rounds)
-    rounds = [
-        measure(folder, given.tokens, given.sweep, given.cache, given.slack)
-        for _ in range(given.rounds)
-    ]
+    rounds = [measure(given, folder) for _ in range(given.rounds)]
+    alone = compute_alone(given, folder, rounds[0]["rows_of_a_sweep"])
     for one in rounds:
         one["ratio_to_bound"] = one["seconds"] / max(alone, one["read_seconds"])
     return {
         "tokens": given.tokens,
-        "rows_of_a_sweep": given.sweep,
-        "cache": given.cache,
+        "chunk": given.chunk,
+        "ram": given.ram,
+        "cache": None if given.ram else given.cache,
         "compute_alone_seconds": alone,
         "seconds": statistics.median(one["seconds"] for one in rounds),
         "ratio_to_bound": statistics.median(one["ratio_to_bound"] for one in rounds),
@@ -140,8 +154,11 @@ def run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--size", choices=("small", "io-real"), default="small", help="made model")
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--sweep", type=int, default=512, help="prompt tokens in one pass")
+    parser.add_argument("--sweep", type=int, help="prompt tokens in one pass; the plan's if unset")
+    parser.add_argument("--chunk", type=int, help="compute so many tokens at a time")
+    parser.add_argument("--ram", help="budget of the process, instead of --cache")
     parser.add_argument("--cache", type=float, default=0.1, help="share of the experts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slack", type=int, default=SLACK, help="bytes")
@@ -149,8 +166,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="k3-prompt-") as made:
         folder = given.model or Path(made) / "model"
         if given.model is None:
-            need_room(8)
-            make_tiny(folder, "io-real", layers=4)
+            need_room(14 if given.size == "io-real" else 8)
+            fewer: dict[str, Any] = {} if given.size == "io-real" else {"layers": 4}
+            make_tiny(folder, "io-real", **fewer)
         line = {"benchmark": "stream_prompt", **machine(), **run(given, folder)}
     print(json.dumps(line, indent=2))
     note(line)

@@ -6,14 +6,16 @@ Layers that it does not compute, and everything it holds no copy of, stay with t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 import torch
 
-from .adaptive import Adaptive
+from .adaptive import Adaptive, Outbox
 from .checkpoint import Checkpoint
-from .config import show_size
+from .config import CALL_ROWS, show_size
+from .device_latents import DeviceLatents
 from .device_trunk import DeviceTrunk
 from .device_warmup import Made
 from .devices import (
@@ -27,24 +29,33 @@ from .errors import UsageError
 from .kernels.choose import TRITON, Kernels
 from .kernels.experts_reference import Job
 from .kernels.workers import single_threaded
+from .latents import Home, HomeOf, Ledger
 from .layer_moe import Side, activation
 from .model import Sides
 from .open_device import vram_limit
 from .options import Options
 from .registry import implementations
-from .scheduler.plan import Demand, Plan, use_of
+from .scheduler.plan import Demand, Plan
 from .scheduler.store import ExpertStore
-from .state import Home, HomeOf, Ledger
 from .tiers.base import Buffer, PageId, Ticket
 from .tiers.device import Device, blamed
+from .tiers.device_spill import DeviceSpill
+from .tiers.spill import Spill
+from .tiers.spill_room import room_for
 from .tiers.tier_device import DeviceTier
 from .tiers.tier_disk import DiskTier
+from .tiers.tier_ram import Slab
 from .weights import Weights
 
 PIN_REFUSED = (
     "The system refuses to lock {size} of memory for copies to the GPU, so they are slower. Raise "
     "the limit (ulimit -l unlimited, or memlock in /etc/security/limits.conf)."
 )
+
+
+def for_cpu(kernels: Mapping[str, str]) -> dict[str, str]:
+    """What of ``--kernel`` is meant for the CPU."""
+    return {op: backend for op, backend in kernels.items() if backend != TRITON}
 
 
 class Accelerator:
@@ -69,6 +80,8 @@ class Accelerator:
         self.trunk: DeviceTrunk
         self.store: ExpertStore | None = None
         self.adaptive: Adaptive | None = None
+        self.latents: DeviceSpill | None = None  #: where not all latents have room there
+        self._spill: Spill[torch.Tensor] | None = None  # where they go then, and the CPU's
         self.compile_seconds = 0.0  #: before the first sweep
         self._told = False  # that memory cannot be locked
         if options.adaptive and not self.placed.experts:
@@ -102,8 +115,7 @@ class Accelerator:
         own = device_demand(
             self._checkpoint, options, trunk, self.placed, demand.slot, self._reserve
         )
-        use = use_of(options.sweep, options.context, options.sessions, options.answer)
-        self.plan = device_plan(own, limit, options.sweep, self.device.name, use)
+        self.plan = device_plan(own, limit, options.sweep, self.device.name, options.use)
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
         return beside_device(demand, self.plan, self.placed, options, spec)
 
@@ -116,7 +128,8 @@ class Accelerator:
         """Let Triton compile what sweeps will need, where it compiles at all."""
         if self.device.where.type == "cuda":
             begin = time.perf_counter()
-            made = Made(weights, self.plan, self.placed, self.sides(), self._options.dtype)
+            how = self._options
+            made = Made(weights, self.plan, self.placed, self.sides(), how.dtype, how.latent_dtype)
             made.sweeps(progress)
             torch.cuda.synchronize(self.device.where)
             self.compile_seconds = time.perf_counter() - begin
@@ -131,10 +144,22 @@ class Accelerator:
         self.trunk = DeviceTrunk(weights, self.device, self.plan, layers, self.placed.head)
         self._ends.callback(self.trunk.close)
 
+    def load_latents(self, below: Spill[torch.Tensor]) -> None:
+        """Latents without room go ``below``, those that lie on the device by way of its slots."""
+        self._spill = below
+        if self.plan.latents is None:
+            return
+        self._lock([below.memory])
+        room = room_for(self.plan.latents, below.layout.block)
+        assert room is not None, self.plan
+        self.latents = DeviceSpill(below, self.device, room)
+        self._ends.callback(self.latents.close)
+
     def load_experts(
-        self, weights: Weights, host: ExpertStore, slots: Buffer, disk: DiskTier
+        self, weights: Weights, host: ExpertStore, slots: Buffer, disk: DiskTier, rows: int
     ) -> None:
-        """Make the slots of the device, over those of ``host``, which lie in ``slots``."""
+        """Make the slots of the device, over those of ``host``, which lie in ``slots``, for sweeps
+        of ``rows`` rows."""
         if not self.placed.experts:
             return
         self._lock([slots])
@@ -146,7 +171,17 @@ class Accelerator:
         self.store = ExpertStore(tier, list(memory), policy)
         if self._options.adaptive:
             times = self._copy_seconds(slots, memory[0]), self._cpu_seconds(weights, slots)
-            self.adaptive = Adaptive(self.store, host, self._cpu, *times)
+            self.adaptive = Adaptive(self.store, host, self._cpu, self._outbox(rows), *times)
+
+    def _outbox(self, rows: int) -> Outbox:
+        """Room for results of the CPU in sweeps of ``rows`` rows: of two calls, or of all where
+        that is less.  RAM's plan has room for all of them, though they lie on the device."""
+        moe, kind = self._checkpoint.spec.moe, getattr(torch, self._options.dtype)
+        assert moe is not None
+        rows = min(2 * CALL_ROWS, rows * moe.top_k)
+        memory = Slab(rows * moe.io * kind.itemsize).bytes
+        self._lock([memory])
+        return Outbox(self.device, memory, kind, moe.io)
 
     def _copy_seconds(self, source: Buffer, slot: torch.Tensor) -> float:
         """Seconds that an expert takes over the bus."""
@@ -192,9 +227,12 @@ class Accelerator:
         """Errors of torch and Triton inside the block name this device and what to do."""
         return blamed(self.device.name)
 
-    def homes(self, ledger: Ledger) -> HomeOf:
-        """Where each layer's state lives."""
-        here, there = Home(torch.device("cpu"), ledger), Home(self.device.where, self._ledger)
+    def homes(self, ledger: Ledger, shared: bool = False) -> HomeOf:
+        """Where each layer's state lives; with ``shared`` that of snapshots, which lie in RAM."""
+        here = Home(torch.device("cpu"), ledger, self._spill)
+        there = Home(here.where, ledger) if shared else Home(self.device.where, self._ledger)
+        if self.latents is not None:
+            there = there._replace(spill=self._spill, kind=partial(DeviceLatents, self.latents))
         return lambda layer: there if layer < self.placed.layers else here
 
     def close(self) -> None:
@@ -202,5 +240,5 @@ class Accelerator:
         with ExitStack() as last:
             last.callback(self.device.close)
             last.callback(self._ends.close)
-            for name in ("store", "adaptive", "trunk", "kernels"):
+            for name in ("store", "adaptive", "latents", "trunk", "kernels"):
                 self.__dict__.pop(name, None)  # and with them the device's memory

@@ -35,6 +35,11 @@ def as_bytes(memory: Memory) -> torch.Tensor:
     return memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
 
 
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``tensor``, which has no gaps, the same memory."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 def view(memory: Memory, dtype: str, shape: Sequence[int]) -> torch.Tensor:
     """The tensor that the bytes ``memory`` are."""
     return as_bytes(memory).view(DTYPES[dtype]).view(*shape)

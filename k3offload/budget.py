@@ -9,6 +9,7 @@ from __future__ import annotations
 from .budget_kernels import ITEM, Backend, glu_bytes, kept_buffers, mlps, thread_bytes
 from .config import GROUP_ROWS, LATENT_BLOCK, READ_ALIGN, ROW_TILE, align_up
 from .forecast_sizes import distinct, token_macs
+from .kernels.latent_format import PROMPT_ROOM, LatentFormat
 from .layout import EMBED, HEAD, Layout, arena_size, head_buffers, head_tensors, quantising
 from .scheduler.plan import Demand, Latents, Summaries
 from .scheduler.reuse import memory
@@ -37,20 +38,26 @@ def demand_of(
     trunk: str = "bfloat16",
     backend: Backend = BACKEND,
     policy: str = "reuse",
+    prefixes: tuple[int, int] = (0, 0),
+    latent_dtype: str | None = None,
 ) -> Demand:
     """The demand of ``layout`` for ``sessions`` sequences of up to ``context`` tokens, activations
-    in ``dtype``, the trunk held in the precision ``trunk``, slots kept by ``policy``."""
+    in ``dtype``, the trunk held in the precision ``trunk``, slots kept by ``policy``, ``prefixes``
+    bytes of snapshots that they share; the second number if latents spill.  ``latent_dtype``: the
+    precision of latents if it is another than ``dtype``."""
     spec, every, slot = layout.spec, layout.globals(), slot_size(layout)
     return Demand(
         base=base,
-        tiles=thread_bytes(spec, dtype, threads, backend) + quantising(layout, trunk, threads),
+        tiles=thread_bytes(spec, dtype, threads, backend)
+        + quantising(layout, trunk, threads)
+        + latent_form(spec, dtype, latent_dtype).room(context, PROMPT_ROOM),
         staging=min(READERS * STAGING, _largest_read(layout)),
         layers=[arena_size(layout.trunk(layer.index), trunk) for layer in spec.layers],
         small=arena_size(t for n, t in every.items() if n != EMBED and not n.startswith(HEAD)),
         embed=arena_size([every[EMBED]]),
         head=arena_size(head_tensors(layout), trunk),
         head_block=sum(head_buffers(layout, trunk)),
-        state=sessions * state_bytes(spec, dtype, context),
+        state=sessions * state_bytes(spec, dtype, context, latent_dtype),
         working=lambda rows: working_set(spec, dtype, rows, sessions, backend),
         slot=slot,
         tables=policy_bytes(spec, policy),
@@ -58,9 +65,11 @@ def demand_of(
         experts=spec.expert_count,
         top_k=spec.moe.top_k if spec.moe else 0,
         extra=extra,
+        prefixes=prefixes[0],
+        prefixes_spilled=prefixes[1],
         asked=lambda rows: asked_bytes(spec, rows),
         longest=BALANCE * spec.expert_count * spec.expert_bytes // token_macs(spec) or None,
-        latents=latents_of(spec, dtype, context, sessions),
+        latents=latents_of(spec, dtype, context, sessions, latent_dtype),
         summaries=summaries_of(spec, dtype),
     )
 
@@ -80,26 +89,34 @@ def policy_bytes(spec: ModelSpec, policy: str) -> int:
     return memory(len(spec.moe_layers), spec.moe.experts)
 
 
-def state_bytes(spec: ModelSpec, dtype: str, context: int) -> int:
+def latent_form(spec: ModelSpec, dtype: str, latent_dtype: str | None) -> LatentFormat:
+    """How a layer keeps latents."""
+    return LatentFormat(spec.mla.kv_lora, spec.mla.rope, ITEM[dtype], latent_dtype)
+
+
+def state_bytes(spec: ModelSpec, dtype: str, context: int, latent_dtype: str | None = None) -> int:
     """Bytes of one sequence: KDA state, latents of ``context`` tokens in whole blocks, and its
     last row of logits."""
     tokens = align_up(context, LATENT_BLOCK)
-    latents = tokens * spec.latent_bytes_per_token(ITEM[dtype])
+    latents = tokens * len(spec.mla_layers) * latent_form(spec, dtype, latent_dtype).row
     return spec.kda_state_bytes(ITEM[dtype]) + latents + spec.vocab * 4
 
 
-def latents_of(spec: ModelSpec, dtype: str, context: int, sessions: int) -> Latents | None:
+def latents_of(
+    spec: ModelSpec, dtype: str, context: int, sessions: int, latent_dtype: str | None = None
+) -> Latents | None:
     """The latents of ``sessions`` sequences of ``context`` tokens, in whole blocks."""
     if not spec.mla_layers:
         return None
     mla, layers = spec.mla, len(spec.mla_layers)
-    block = LATENT_BLOCK * mla.latent * ITEM[dtype]
+    block = LATENT_BLOCK * latent_form(spec, dtype, latent_dtype).row
     whole = sessions * layers * align_up(context, LATENT_BLOCK) // LATENT_BLOCK * block
     least = least_room() * place(block)
     return Latents(
         whole=whole,
         open=sessions * layers * block,
-        carried=GROUP_ROWS * mla.heads * (mla.v + 2) * 4,
+        # a group that begins inside a tile has rows of one more
+        carried=(GROUP_ROWS + ROW_TILE) * mla.heads * (align_up(mla.v, 32) + 2) * 4,
         least=least,
         good=min(GOOD, max(least, whole // 8)),
     )

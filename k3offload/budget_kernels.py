@@ -31,23 +31,27 @@ X_ROWS = 32  #: rows that the native row kernels widen at a time
 PANEL_ROWS = 16  #: rows that the matrix unit takes at a time
 ROWS_BYTES = 16 << 20  #: intermediates of the native row kernels at a time
 CALL_JOBS = 16  #: experts of one call: as many as a lease hands out at once
+PACKED_LATENTS = 2 << 20  #: latents that the matrix unit attends to at a time, PACKED in C++
 THREAD_BYTES = 7 << 19  #: results and packed weights of a native thread
 
 
 class Backend(NamedTuple):
-    """Which kernels compute: native ones, their matrix unit for rows of prompts, torch ones."""
+    """Which kernels compute: native ones, their matrix unit for rows of prompts, torch ones, and
+    whether the matrix unit also attends with those rows."""
 
     native: bool = True
     matrix_unit: bool = False
     torch: bool = False
+    attends: bool = False
 
 
 def thread_bytes(spec: ModelSpec, dtype: str, threads: int, backend: Backend) -> int:
     """Scratch of the compute threads and code that the matrix library makes for each shape."""
-    total = _attend_bytes(spec, threads, backend)
+    by_unit = backend.attends and dtype == "bfloat16"
+    total = _attend_bytes(spec, threads, backend, by_unit)
     if backend.native:
         up = HEAD_GROUP * (spec.mla.nope + spec.mla.v) * spec.mla.kv_lora
-        code = KERNEL_CODE * (1 + min(1, up / 2**19)) if dtype == "bfloat16" else 0
+        code = KERNEL_CODE * (1 + min(1, up / 2**19)) if dtype == "bfloat16" and not by_unit else 0
         total += threads * THREAD_BYTES + int(code)
     if backend.torch:
         total += _torch_tiles(spec, dtype, threads)
@@ -75,11 +79,20 @@ def _torch_tiles(spec: ModelSpec, dtype: str, threads: int) -> int:
     return min(threads, tiles) * (float_tile + coded) + int(code)
 
 
-def _attend_bytes(spec: ModelSpec, threads: int, backend: Backend) -> int:
-    """What the compute threads hold while each attends with a group of heads, float32."""
+def _attend_bytes(spec: ModelSpec, threads: int, backend: Backend, by_unit: bool) -> int:
+    """What the compute threads hold while each attends with a group of heads: by torch in float32,
+    or by the matrix unit (native/mla_amx.cpp)."""
     m, kda = spec.mla, spec.kda
     groups = -(-m.heads // HEAD_GROUP)
     block = HEAD_GROUP * LATENT_BLOCK * (2 * (m.nope + m.v) + m.nope + m.rope + 2 * ROW_TILE) * 4
+    if by_unit:
+        nope, rope, v = (align_up(size, 32) for size in (m.nope, m.rope, m.v))
+        packed = max(PACKED_LATENTS, 2 * LATENT_BLOCK * align_up(m.latent + 32, 32))
+        operands = 2 * LATENT_BLOCK * (nope + rope + v + 6 * ROW_TILE) + 4 * LATENT_BLOCK * max(
+            nope, v
+        )
+        row = 2 * (nope + rope) + HEAD_GROUP * 4 * (v + 2)  # a query, and its running softmax
+        block = packed + operands + (GROUP_ROWS + ROW_TILE) * row
     rows = ROW_TILE * (18 * kda.head_dim + 4 * ROW_TILE) * 4  # sums in float64 count twice
     chunk = 0 if not backend.torch else HEAD_GROUP * (rows + SUB_BLOCK**2 * kda.head_dim * 16)
     return min(threads, groups) * max(block, chunk)
@@ -149,9 +162,17 @@ def device_scratch(spec: ModelSpec, dtype: str, rows: int, context: int) -> int:
     """Bytes that Triton's operators take beside their results, at most, in a sweep of ``rows``
     rows: one operator at a time."""
     inner = max(part.rows * part.inner for part in mlps(spec, rows)) * ITEM[dtype]
-    mixed = KDA_CHUNK * spec.kda.width * 4 if spec.kda_layers else 0  # before each head's norm
+    mixed = mixer_scratch(spec) if spec.kda_layers else 0
     attention = attention_scratch(spec, dtype, rows, context) if spec.mla_layers else 0
     return max(inner, mixed, attention)
+
+
+def mixer_scratch(spec: ModelSpec) -> int:
+    """Of ``device_scratch``, what a KDA layer takes for a chunk of a prompt, float32: its inputs,
+    what tokens are to one another in each sub-block, and results before each head's norm."""
+    kda, blocks = spec.kda, KDA_CHUNK // SUB_BLOCK
+    numbers = KDA_CHUNK * (8 * kda.width + kda.heads)
+    return 4 * (numbers + blocks * (kda.width + 2 * SUB_BLOCK**2 * kda.heads))
 
 
 def attention_scratch(spec: ModelSpec, dtype: str, rows: int, context: int) -> int:

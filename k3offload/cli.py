@@ -17,6 +17,7 @@ from . import (
     __version__,
     cli_bench,
     cli_damage,
+    cli_evaluate,
     cli_kernels,
     cli_model,
     cli_pack,
@@ -35,7 +36,16 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for commands in (cli_run, cli_model, cli_pack, cli_plan, cli_damage, cli_bench, cli_kernels):
+for commands in (
+    cli_run,
+    cli_model,
+    cli_pack,
+    cli_plan,
+    cli_damage,
+    cli_bench,
+    cli_kernels,
+    cli_evaluate,
+):
     commands.add_to(app)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli_options import AsJson, Model
+from .cli_options import AsJson, Model, show_parameters
 from .config import show_size
 from .errors import UsageError
 from .find import find_model
@@ -78,8 +78,7 @@ def _size_options(command: Callable[..., None]) -> Callable[..., None]:
             default=None,
             annotation=Annotated[kind | None, option],
         )
-    command.__signature__ = signatures.Signature(list(own.values()))  # type: ignore[attr-defined]
-    command.__annotations__ = {name: p.annotation for name, p in own.items()}
+    show_parameters(command, list(own.values()))
     return command
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
+from .config import parse_size
 from .errors import UsageError
 
 Model = Annotated[str, typer.Argument(help="Folder, hub id in the local cache, or 'nano'.")]
@@ -23,6 +27,13 @@ Dtype = Annotated[
 Trunk = Annotated[
     str | None,
     typer.Option(envvar="K3_TRUNK", help="Of the trunk: bfloat16 as shipped; int8, mxfp4: lossy."),
+]
+LatentDtype = Annotated[
+    str | None,
+    typer.Option(
+        envvar="K3_LATENT_DTYPE",
+        help="Of latents: as activations if unset; int8, fp8: about half the bytes, lossy.",
+    ),
 ]
 Threads = Annotated[
     int | None, typer.Option(envvar="K3_THREADS", help="Compute threads; all processors if unset.")
@@ -59,6 +70,20 @@ AdaptiveBackend = Annotated[
         help="CPU or GPU for each expert, whichever ends sooner; bits then vary from run to run.",
     ),
 ]
+Prompt = Annotated[
+    str | None, typer.Argument(help="Text, or - to read it from stdin.", show_default=False)
+]
+PromptFile = Annotated[Path | None, typer.Option(help="The prompt as a UTF-8 file; - is stdin.")]
+SessionFolder = Annotated[
+    Path | None, typer.Option(help="Folder of a session to go on with, and to save to.")
+]
+PrefixDir = Annotated[
+    str | None,
+    typer.Option(envvar="K3_PREFIX_DIR", help="Folder that keeps the beginnings of prompts."),
+]
+PrefixDisk = Annotated[
+    str | None, typer.Option(envvar="K3_PREFIX_DISK", help="Most bytes there; 16G if unset.")
+]
 Sweep = Annotated[
     int | None,
     typer.Option(help="Most prompt tokens in one pass; as many as let it read least if unset."),
@@ -86,29 +111,78 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.
 
 
 class How(NamedTuple):
-    """The options of loading a model, as they were typed."""
+    """The options of loading a model, as they are typed."""
 
-    ram: str | None
-    cache: str | None
-    dtype: str
-    trunk: str | None
-    sweep: int | None
-    threads: int | None
-    kernel: list[str] | None
-    isa: str | None
-    policy: str | None
-    predict: str | None
-    device: str
-    vram: str | None
-    experts_on: str | None
-    trunk_on: str | None
-    adaptive: bool
-    latents: str | None
-    summaries: str | None
-    scratch: Path | None
+    ram: Ram = None
+    cache: Cache = None
+    dtype: Dtype = "bfloat16"
+    trunk: Trunk = None
+    latent_dtype: LatentDtype = None
+    sweep: Sweep = None
+    threads: Threads = None
+    kernel: Kernel = None
+    isa: Isa = None
+    policy: Policy = None
+    predict: Predict = None
+    device: Device = "auto"
+    vram: Vram = None
+    experts_on: ExpertsOn = None
+    trunk_on: TrunkOn = None
+    adaptive_backend: AdaptiveBackend = False
+    latents: Latents = None
+    summaries: Summaries = None
+    scratch: Scratch = None
+    prefix_dir: PrefixDir = None
+    prefix_disk: PrefixDisk = None
 
 
-def kernels_of(given: list[str] | None) -> dict[str, str]:
+def takes_how(*but: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes of a command that takes ``how: How`` one that has its options instead, without those
+    that are named in ``but`` and would do nothing there."""
+    hints = get_type_hints(How, include_extras=True)
+    fields = [name for name in How._fields if name not in but]
+    options = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+        for name, default in How._field_defaults.items()
+        if name in fields
+    ]
+
+    def over(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def made(**given: Any) -> None:
+            how = How(**{name: given.pop(name) for name in fields})
+            command(how=how, **given)
+
+        own = get_type_hints(command, include_extras=True)
+        parameters = [
+            parameter.replace(annotation=own[name], kind=Parameter.KEYWORD_ONLY)
+            for name, parameter in signature(command).parameters.items()
+            if name != "how"
+        ]
+        parameters += options
+        show_parameters(made, parameters)
+        return made
+
+    return over
+
+
+def show_parameters(command: Callable[..., None], parameters: list[Parameter]) -> None:
+    """Let typer see ``parameters`` where ``command`` takes whatever it is given."""
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+
+
+def loading_options(how: How) -> dict[str, Any]:
+    """What ``open_engine`` takes of ``how``.  Raises ``UsageError``."""
+    given = how._asdict()
+    given["adaptive"] = given.pop("adaptive_backend")
+    given["kernels"] = _kernels(given.pop("kernel"))
+    for name in ("ram", "cache", "vram", "latents", "summaries", "prefix_disk"):
+        given[name] = None if given[name] is None else parse_size(given[name])
+    return given
+
+
+def _kernels(given: list[str] | None) -> dict[str, str]:
     """``["linear=reference"]`` -> ``{"linear": "reference"}``."""
     wanted = {}
     for text in given or ():

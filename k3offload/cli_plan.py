@@ -14,6 +14,7 @@ from .cli_options import (
     Cache,
     Dtype,
     ExpertsOn,
+    LatentDtype,
     Latents,
     Ram,
     Summaries,
@@ -81,6 +82,7 @@ def plan(
     sweep: Sweep = None,
     dtype: Dtype = "bfloat16",
     trunk: Trunk = None,
+    latent_dtype: LatentDtype = None,
     threads: Threads = None,
     disk_gbps: DiskRate = None,
     ram_gbps: RamRate = None,
@@ -104,7 +106,7 @@ def plan(
     ask = _ask(
         layout, ram=ram, cache=cache, context=context, sessions=sessions, sweep=sweep, dtype=dtype,
         trunk=trunk, threads=threads, hit_rate=hit_rate, vram=vram, experts_on=experts_on,
-        trunk_on=trunk_on, latents=latents, summaries=summaries,
+        trunk_on=trunk_on, latents=latents, summaries=summaries, latent_dtype=latent_dtype,
     )  # fmt: skip
     gpu = {"--vram-gbps": vram_gbps, "--pcie-gbps": pcie_gbps, "--gpu-gmacs": gpu_gmacs}
     given = {"--disk-gbps": disk_gbps, "--ram-gbps": ram_gbps, "--gmacs": gmacs, **gpu}
@@ -146,7 +148,7 @@ def _layout(model: str | None, config_only: Path | None) -> tuple[str, str, Mode
 
 def _ask(layout: Model, **given: Any) -> Ask:
     """The options, checked; raises ``UsageError``."""
-    from .options import DTYPES
+    from .options import DTYPES, check_latent_dtype
     from .plan_report import Ask
     from .precision import choose_precision, stored_precision
 
@@ -161,6 +163,7 @@ def _ask(layout: Model, **given: Any) -> Ask:
         )
     if given["dtype"] not in DTYPES:
         raise UsageError(f"--dtype {given['dtype']!r} is not known.", f"Use {' or '.join(DTYPES)}.")
+    check_latent_dtype(given.get("latent_dtype"))
     rate = given["hit_rate"]
     if rate is not None and not 0 <= rate <= 1:
         raise UsageError(f"--hit-rate is {rate}.", "It must be from 0 to 1.")
@@ -170,10 +173,10 @@ def _ask(layout: Model, **given: Any) -> Ask:
     names = ("vram", "latents", "summaries")
     sizes = {name: given.pop(name, None) for name in names}
     sizes = {name: None if size is None else parse_size(size) for name, size in sizes.items()}
-    if sizes["vram"] is not None and (wrong := [n for n in names[1:] if sizes[n] is not None]):
+    if sizes["vram"] is not None and sizes["summaries"] is not None:
         raise UsageError(
-            f"--{wrong[0]} is about what lies in RAM, and with a GPU its memory holds that.",
-            f"Leave out --{wrong[0]} or --vram.",
+            "--summaries is about what lies in RAM, and with a GPU its memory holds that.",
+            "Leave out --summaries or --vram.",
         )
     return Ask(
         ram=int(read_machine().ceiling * 0.9) if ram is None else parse_size(ram),

@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from .cli_options import (
-    AdaptiveBackend,
     AsJson,
-    Cache,
-    Device,
-    Dtype,
-    ExpertsOn,
     How,
-    Isa,
-    Kernel,
-    Latents,
     Model,
-    Policy,
-    Predict,
-    Ram,
-    Scratch,
-    Summaries,
-    Sweep,
-    Threads,
-    Trunk,
-    TrunkOn,
-    Vram,
+    Prompt,
+    PromptFile,
+    SessionFolder,
     at_least_one,
-    kernels_of,
+    loading_options,
+    takes_how,
 )
-from .config import parse_size, show_size
+from .config import show_size
 from .errors import UsageError
-from .find import find_outputs
+from .find import find_model, find_outputs
 from .progress import Meter, Progress, loading_libraries
+from .sampling import Sampling
+from .session_manifest import MANIFEST, check_place, read_manifest
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -48,15 +37,29 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 
+class _Held(NamedTuple):
+    """Tokens of a saved session, and how many of them are computed."""
+
+    tokens: int = 0
+    computed: int = 0
+
+
+_NONE = _Held()
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     app.command()(generate)
     app.command()(logits)
 
 
+@takes_how()
 def generate(
+    how: How,
     model: Model,
-    prompt: Annotated[str, typer.Argument(help="Text, or - to read it from stdin.")],
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    session: SessionFolder = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
@@ -65,79 +68,47 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text.")] = None,
     ignore_end: Annotated[bool, typer.Option(help="Go on after end tokens.")] = False,
-    ram: Ram = None,
-    cache: Cache = None,
-    dtype: Dtype = "bfloat16",
-    trunk: Trunk = None,
-    sweep: Sweep = None,
-    threads: Threads = None,
-    kernel: Kernel = None,
-    isa: Isa = None,
-    policy: Policy = None,
-    predict: Predict = None,
-    device: Device = "auto",
-    vram: Vram = None,
-    experts_on: ExpertsOn = None,
-    trunk_on: TrunkOn = None,
-    adaptive_backend: AdaptiveBackend = False,
-    latents: Latents = None,
-    summaries: Summaries = None,
-    scratch: Scratch = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue PROMPT."""
-    at_least_one(("-n", max_new_tokens), ("--sweep", sweep))
+    at_least_one(("-n", max_new_tokens), ("--sweep", how.sweep))
     with Progress() as progress:
-        text = _prompt(prompt, progress)
+        held = _held(session, model, progress)
+        text = _prompt(prompt, prompt_file, bool(held.tokens), progress)
         with loading_libraries(progress):
             from .run_generate import Job, run_generate
-            from .sampling import Sampling
-
-        sampling = Sampling(temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_end)
-        if seed is None and not sampling.greedy:
-            sampling = dataclasses.replace(sampling, seed=secrets.randbits(32))
-            progress.say(f"seed {sampling.seed}: --seed {sampling.seed} gives the same text again")
+        stops = tuple(stop or ())
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed, stops, ignore_end)
+        sampling = _seeded(sampling, progress)
         ids: list[int] = []
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             ids[:] = tokenizer.encode(text)
-            _check_context(spec, len(ids), max_new_tokens)
-            return _sizes(len(ids), max_new_tokens, sweep)
+            spec.check_context(held.tokens + len(ids), max_new_tokens)
+            return _sizes(len(ids), max_new_tokens, how.sweep, held)
 
         meter = Meter(progress.show)
-        how = How(
-            ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on, adaptive_backend, latents, summaries, scratch,
-        )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
-            job = Job(ids, max_new_tokens, sampling, as_json)
+            job = Job(ids, max_new_tokens, sampling, as_json, session, bool(held.tokens))
             fine = run_generate(engine, job, progress, meter)
     if not fine:
         raise typer.Exit(1)
 
 
+def _seeded(sampling: Sampling, progress: Progress) -> Sampling:
+    """``sampling`` with a seed, drawn and told where it needs one and has none."""
+    if sampling.seed is None and not sampling.greedy:
+        sampling = dataclasses.replace(sampling, seed=secrets.randbits(32))
+        progress.say(f"seed {sampling.seed}: --seed {sampling.seed} gives the same text again")
+    return sampling
+
+
+@takes_how("prefix_dir", "prefix_disk")
 def logits(
+    how: How,
     model: Model,
     tokens: Annotated[Path, typer.Option(help="Token ids, one-dimensional .npy.")],
     out: Annotated[Path, typer.Option(help="Logits, float32 [T, vocab] .npy.")],
-    ram: Ram = None,
-    cache: Cache = None,
-    dtype: Dtype = "bfloat16",
-    trunk: Trunk = None,
-    sweep: Sweep = None,
-    threads: Threads = None,
-    kernel: Kernel = None,
-    isa: Isa = None,
-    policy: Policy = None,
-    predict: Predict = None,
-    device: Device = "auto",
-    vram: Vram = None,
-    experts_on: ExpertsOn = None,
-    trunk_on: TrunkOn = None,
-    adaptive_backend: AdaptiveBackend = False,
-    latents: Latents = None,
-    summaries: Summaries = None,
-    scratch: Scratch = None,
     decode_from: Annotated[
         int | None, typer.Option(help="Feed from this token one by one.")
     ] = None,
@@ -145,7 +116,7 @@ def logits(
     routing: Annotated[Path | None, typer.Option(help="Also write chosen experts, .npz.")] = None,
 ) -> None:
     """Write the logits of a token file."""
-    at_least_one(("--sweep", sweep), ("--last", last), ("--decode-from", decode_from))
+    at_least_one(("--sweep", how.sweep), ("--last", last), ("--decode-from", decode_from))
     place, routing_place = find_outputs(model, tokens, out, routing)
     with Progress() as progress:
         with loading_libraries(progress):
@@ -154,22 +125,18 @@ def logits(
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             ids[:] = read_tokens(tokens, tokenizer.vocab)
-            _check_context(spec, len(ids), 0)
+            spec.check_context(len(ids))
             extra = Routing.size(spec, len(ids)) if routing else 0
             decoded = 0 if decode_from is None else max(0, len(ids) - decode_from)
-            return _sizes(len(ids) - decoded, decoded, sweep) | {"extra": extra}
+            return _sizes(len(ids) - decoded, decoded, how.sweep) | {"extra": extra}
 
         meter = Meter(progress.show)
-        how = How(
-            ram, cache, dtype, trunk, sweep, threads, kernel, isa, policy, predict, device, vram,
-            experts_on, trunk_on, adaptive_backend, latents, summaries, scratch,
-        )  # fmt: skip
         with _open(model, size, how, progress, meter) as engine:
             seen = Routing(engine.spec, len(ids)) if routing_place else None
             if seen:
                 engine.hooks.on_route = seen.watch
             write_logits(
-                engine, ids, place, sweep=sweep, decode_from=decode_from, last=last, meter=meter
+                engine, ids, place, sweep=how.sweep, decode_from=decode_from, last=last, meter=meter
             )
             if seen and routing_place:
                 seen.write(routing_place)
@@ -187,19 +154,8 @@ def _open(
     from .options import Options, Watch
     from .plan_text import lowered, plan_lines
 
-    ram = None if how.ram is None else parse_size(how.ram)
-    cache = None if how.cache is None else parse_size(how.cache)
-    rest: dict[str, Any] = {"ram": ram, "cache": cache, "dtype": how.dtype, "trunk": how.trunk}
-    rest.update(kernels=kernels_of(how.kernel), isa=how.isa, experts_on=how.experts_on)
-    rest.update(trunk_on=how.trunk_on, adaptive=how.adaptive)
-    for name in ("vram", "latents", "summaries"):
-        given = getattr(how, name)
-        rest[name] = None if given is None else parse_size(given)
-    rest["scratch"] = how.scratch
-    rest.update({k: v for k in ("policy", "predict") if (v := getattr(how, k)) is not None})
-    if how.threads is not None:
-        rest["threads"] = how.threads
-    Options(sweep=how.sweep, **rest)
+    given = loading_options(how)
+    Options(**{k: v for k, v in given.items() if v is not None and k != "device"})
     sizes: dict[str, int | None] = {}
 
     def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
@@ -207,7 +163,7 @@ def _open(
         return sizes
 
     def say_plan(plan: Plan) -> None:
-        notes = lowered(plan, cache, sizes["sweep"])
+        notes = lowered(plan, given["cache"], sizes["sweep"])
         progress.say("\n".join(plan_lines(plan, notes)))
 
     def loading(done: int, total: int) -> None:
@@ -220,18 +176,42 @@ def _open(
         progress.say(f"warning: {text}")
 
     watch = Watch(say_plan, loading, compiling, meter.layer, warn)
-    return open_engine(model, sized, watch=watch, device=how.device, **rest)
+    engine = open_engine(model, sized, watch=watch, **given)
+    meter.read = lambda: engine.disk.counts.bytes
+    return engine
 
 
-def _prompt(given: str, progress: Progress) -> str:
-    """The prompt, from stdin if it is ``-``; raises ``UsageError`` if it is empty or no UTF-8."""
-    if given == "-":
+def _held(session: Path | None, model: str, progress: Progress) -> _Held:
+    """What the folder ``session`` holds; nothing where none is saved yet.
+
+    Raises ``UsageError`` for a place where nothing can be saved, ``SessionError`` for a damaged
+    one.
+    """
+    if session is None:
+        return _NONE
+    check_place(session, find_model(model))
+    if os.path.lexists(session / MANIFEST):
+        manifest = read_manifest(session)
+        return _Held(manifest.tokens, manifest.position)
+    if session.is_dir() and any(session.iterdir()):
+        progress.say(f"warning: {session} holds a save that was never finished; it is replaced")
+    return _NONE
+
+
+def _prompt(given: str | None, file: Path | None, held: bool, progress: Progress) -> str:
+    """The prompt; raises ``UsageError`` if it is given twice, no UTF-8, or empty where nothing is
+    ``held`` to go on with."""
+    if given is not None and file is not None:
+        raise UsageError("There are two prompts.", "Give PROMPT or --prompt-file.")
+    if "-" in (given, str(file)):
         if sys.stdin is None:
             raise UsageError("The prompt should come from stdin, which is closed.", "Give a text.")
         progress.say("reading the prompt from stdin")
         data = sys.stdin.buffer.read()
-    else:
-        data = given.encode("utf-8", "surrogateescape")  # bytes of the command line as they were
+    elif file is not None:
+        data = file.read_bytes()
+    else:  # bytes of the command line as they were
+        data = (given or "").encode("utf-8", "surrogateescape")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -239,21 +219,15 @@ def _prompt(given: str, progress: Progress) -> str:
             f"The prompt is not UTF-8: byte {error.start} is {data[error.start]:#04x}.",
             "Convert it first (iconv -t UTF-8).",
         ) from error
-    if not text:
+    if not text and not held:
         raise UsageError("The prompt is empty.", "Give at least one character.")
     return text
 
 
-def _sizes(prompt: int, answer: int, sweep: int | None) -> dict[str, int | None]:
-    """What is to be planned for a prompt and an answer of so many tokens."""
-    rows = None if sweep is None else min(sweep, max(1, prompt))
-    return {"context": prompt + answer, "answer": answer, "sweep": rows}
-
-
-def _check_context(spec: ModelSpec, prompt: int, more: int) -> None:
-    if prompt + more > spec.context:
-        wanted = f"{prompt:,} tokens" + (f" of prompt and {more:,} more" if more else "")
-        raise UsageError(
-            f"{wanted} exceed the model's context of {spec.context:,}.",
-            "Shorten the prompt or ask for fewer tokens." if more else "Give fewer tokens.",
-        )
+def _sizes(
+    prompt: int, answer: int, sweep: int | None, held: _Held = _NONE
+) -> dict[str, int | None]:
+    """What is to be planned for a prompt and an answer of so many tokens behind ``held``."""
+    every = held.tokens + prompt
+    rows = None if sweep is None else min(sweep, max(1, every - held.computed))
+    return {"context": every + answer, "answer": answer, "sweep": rows, "held": held.computed}

@@ -1,6 +1,6 @@
-"""What a smaller trunk precision does to the answers, measured on text.
+"""What a smaller precision of trunk or latents does to the answers, measured on text.
 
-The same tokens pass through the same sweeps once for each precision.  The logits of the trunk as
+The same tokens pass through the same sweeps once for each precision.  The logits of the model as
 shipped are kept in a file without a name, because two trunks need not fit into memory together;
 each row of the others is compared with its row there.  Whoever runs this needs
 tokens x vocabulary x 4 bytes of temporary disk space.
@@ -22,6 +22,7 @@ import torch
 from .config import show_size
 from .engine import Engine
 from .errors import DoesNotFit, UsageError
+from .kernels import latent_format
 from .loading import open_engine
 from .model import Emit, Run
 from .precision import PRECISIONS
@@ -30,7 +31,9 @@ from .tokenizer import Tokenizer
 
 WINDOW: Final = 1024  #: tokens that a sequence goes on for before the next one starts afresh
 SWEEP: Final = 512
-LOSSY: Final = PRECISIONS[1:]
+SHIPPED, *_LOSSY = PRECISIONS
+LOSSY: Final = tuple(_LOSSY)
+LOSSY_LATENTS: Final = latent_format.PRECISIONS
 _TEXT: Final = Path(__file__).parent / "nano" / "held_out.txt"
 
 Row = npt.NDArray[np.float64]
@@ -38,11 +41,13 @@ Row = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Damage:
-    """One precision against the trunk as shipped, over ``tokens`` tokens; nats."""
+    """One precision against the model as shipped, over ``tokens`` tokens; nats."""
 
-    precision: str
+    precision: str  #: of the trunk
+    latents: str  #: precision of the latents
     tokens: int
     trunk_bytes: int  #: of all layers and the head, as they lie in memory
+    latent_bytes: int  #: of a token, all layers
     kl_mean: float  #: of KL(as shipped || this) of the next token
     kl_p99: float
     top1: float  #: share of tokens whose likeliest next token is the same
@@ -60,23 +65,26 @@ def held_out_text() -> str:
 def damage(
     model: str | Path,
     precisions: Sequence[str] = LOSSY,
+    latents: Sequence[str] = (),
     *,
     text: str | None = None,
     tokens: int = 4096,
     show: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> list[Damage]:
-    """Measure ``precisions`` on the first ``tokens`` tokens of ``text`` (the built-in one if None).
+    """Measure ``precisions`` of the trunk, then those of ``latents`` with the trunk as shipped, on
+    the first ``tokens`` tokens of ``text`` (the built-in one if None).
 
-    The first result is the trunk as shipped, against itself.  ``options`` are those of
+    The first result is the model as shipped, against itself.  ``options`` are those of
     ``engine.load`` but for sizes.  Raises ``UsageError`` for a text of fewer than two tokens or an
     unknown precision, and whatever loading raises.
     """
-    for name in precisions:
-        if name not in LOSSY:
-            raise UsageError(
-                f"{name!r} is no precision to be measured.", f"Use {' or '.join(LOSSY)}."
-            )
+    for names, known in ((precisions, LOSSY), (latents, LOSSY_LATENTS)):
+        for name in names:
+            if name not in known:
+                raise UsageError(
+                    f"{name!r} is no precision to be measured.", f"Use {' or '.join(known)}."
+                )
     words = held_out_text() if text is None else text
     ids: list[int] = []
 
@@ -86,13 +94,14 @@ def damage(
             raise UsageError("The text has fewer than two tokens.", "Give a longer one.")
         return {"context": min(len(ids), WINDOW), "sweep": min(len(ids), SWEEP)}
 
-    found = []
+    found: list[Damage] = []
     with tempfile.TemporaryFile() as kept:
-        for name in (PRECISIONS[0], *precisions):
-            with open_engine(model, sizes, trunk=name, **options) as engine:
-                if name == PRECISIONS[0]:
+        ways: list[tuple[str, str | None]] = [(name, None) for name in (SHIPPED, *precisions)]
+        for trunk, packed in ways + [(SHIPPED, name) for name in latents]:
+            with open_engine(model, sizes, trunk=trunk, latent_dtype=packed, **options) as engine:
+                if not found:
                     _check_room(len(ids) * engine.spec.vocab * 4)
-                found.append(_measure(engine, name, ids, kept, show))
+                found.append(_measure(engine, ids, kept, show, writes=not found))
     return found
 
 
@@ -109,7 +118,7 @@ def _check_room(size: int) -> None:
 
 
 class _Comparison:
-    """Row by row: the logits of a precision with those of the trunk as shipped.
+    """Row by row: the logits of a precision with those of the model as shipped.
 
     The reference itself writes its rows to ``kept``; any other reads them there."""
 
@@ -143,15 +152,17 @@ class _Comparison:
 
 
 def _measure(
-    engine: Engine, precision: str, ids: Sequence[int], kept: IO[bytes], show: Callable[[str], None]
+    engine: Engine, ids: Sequence[int], kept: IO[bytes], show: Callable[[str], None], writes: bool
 ) -> Damage:
-    """One pass over the text."""
-    rows = _Comparison(ids, engine.spec.vocab, kept, precision == PRECISIONS[0])
+    """One pass over the text; ``writes``: it is what the others are compared with."""
+    packed, form = engine.options.latent_dtype, engine.latent_form
+    name = engine.trunk if packed is None else f"latents {packed}"
+    rows = _Comparison(ids, engine.spec.vocab, kept, writes)
     for begin in range(0, len(ids), WINDOW):
         end = min(begin + WINDOW, len(ids))
         state = engine.new_state()
         for first in range(begin, end, engine.plan.sweep_rows):
-            show(f"{precision}: {first:,} of {len(ids):,} tokens")
+            show(f"{name}: {first:,} of {len(ids):,} tokens")
             some = ids[first : min(first + engine.plan.sweep_rows, end)]
             run = Run(state, some, len(some))
             engine.run([run], rows.emit(begin, end))
@@ -159,9 +170,11 @@ def _measure(
                 raise run.error
         del state, run  # there is room for one sequence's state
     return Damage(
-        precision=precision,
+        precision=engine.trunk,
+        latents=packed or engine.options.dtype,
         tokens=len(ids),
         trunk_bytes=engine.weights.trunk_bytes,
+        latent_bytes=len(engine.spec.mla_layers) * form.row,
         kl_mean=float(rows.kl.mean()),
         kl_p99=float(np.quantile(rows.kl, 0.99)),
         top1=float(rows.same.mean()),

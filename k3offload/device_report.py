@@ -15,13 +15,14 @@ from .devices import (
     device_plan,
     placement,
 )
-from .errors import DoesNotFit
+from .errors import DoesNotFit, UsageError
 from .forecast import Setup
 from .forecast_device import Bus, DeviceForecast, forecast
 from .layout import Layout
 from .plan_text import plan_lines
 from .rates import Rates
 from .scheduler.plan import Demand, Limits, Plan, make_plan, use_of
+from .spec import ModelSpec
 
 if TYPE_CHECKING:
     from .plan_report import Ask
@@ -90,6 +91,14 @@ class DeviceReport:
         return lines
 
 
+def setup_of(spec: ModelSpec, ask: Ask, rates: Rates, plan: Plan) -> Setup:
+    """What a forecast is made of."""
+    return Setup(
+        spec, plan, rates, ask.dtype, ask.trunk, ask.packed, ask.hit_rate,
+        latent_dtype=ask.latent_dtype,
+    )  # fmt: skip
+
+
 def device_report(
     layout: Layout, ask: Ask, rates: Rates, demand: Demand, bus: Bus
 ) -> DeviceReport | None:
@@ -109,7 +118,7 @@ def device_report(
         )
         try:
             found = _way(layout, ask, rates, demand, bus, other, trunk_on, experts_on)
-        except DoesNotFit:
+        except (DoesNotFit, UsageError):  # or --latents means nothing that way
             continue
         others.append(found[2])
     return DeviceReport(plan, ram, placed, bus, way, tuple(others))
@@ -125,8 +134,8 @@ def _way(
     plan = device_plan(own, ask.vram, ask.sweep, "VRAM", use)
     rest = beside_device(demand, plan, placed, ask, layout.spec)
     rows = min(ask.sweep or plan.sweep_rows, plan.sweep_rows)
-    ram = make_plan(rest, Limits(ask.ram, ask.cache, rows, use=use))
-    setup = Setup(layout.spec, ram, rates, ask.dtype, ask.trunk, ask.packed, ask.hit_rate)
+    ram = make_plan(rest, Limits(ask.ram, ask.cache, rows, latents=ask.latents, use=use))
+    setup = setup_of(layout.spec, ask, rates, ram)
     step = forecast(setup, plan, placed, bus, rows=1, position=ask.context, decode=True)
     rows = min(ram.sweep_rows, ask.context)
     sweep = forecast(setup, plan, placed, bus, rows=rows, position=0, decode=False)

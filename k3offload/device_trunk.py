@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from .arena import LayerWeights, as_bytes
+from .arena import LayerWeights, as_bytes, raw_bytes
 from .fetch import Fetch
 from .kernels.linear_reference import Weight
 from .kernels.workers import Workers
@@ -76,7 +76,7 @@ def copy(
     if own.size == to.size:  # laid out alike: their arrays too, in few large copies
         copy_bytes(device, [(source[: own.size], as_bytes(to.arena)[: to.size])], after)
         return
-    copy_bytes(device, [(_raw(own.tensor(n)[first : first + len(t)]).numpy(), _raw(t))
+    copy_bytes(device, [(raw_bytes(own.tensor(n)[first : first + len(t)]).numpy(), raw_bytes(t))
                         for n, t in to.arrays()], after)  # fmt: skip
 
 
@@ -93,11 +93,6 @@ def copy_bytes(
     for source, to in pieces:
         device.copy(source, to, after, landed.finish, urgent=False)
     landed.wait()
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``tensor``, which has no gaps."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 class DeviceTrunk:
@@ -149,8 +144,8 @@ class DeviceTrunk:
                     self._device,
                     [
                         (
-                            _raw(own.tensor(n)[first : first + end - begin]).numpy(),
-                            _raw(t[begin:end]),
+                            raw_bytes(own.tensor(n)[first : first + end - begin]).numpy(),
+                            raw_bytes(t[begin:end]),
                         )
                         for n, t in held.arrays()
                     ],
@@ -219,10 +214,6 @@ class DeviceTrunk:
             with self._ring.use(index) as weights:
                 self._device.handed_out(as_bytes(weights.arena))
                 yield weights
-
-    def holds(self, index: int) -> bool:
-        """Whether layer ``index`` stays where it is computed."""
-        return index in self._held if index in self._layers else self.host.holds(index)
 
     def peek(self, index: int) -> LayerWeights | None:
         """The weights of layer ``index`` if they are here now; they may go with the next copy."""

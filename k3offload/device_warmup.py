@@ -18,11 +18,12 @@ from .arena import LayerWeights, Memory
 from .devices import Placement
 from .kernels.experts_reference import Job
 from .kernels.linear_reference import Weight
+from .latents import Home, Ledger
 from .layer_moe import activation
 from .model import Hooks, Model, Run, Sides
 from .scheduler.plan import Plan
 from .spec import LayerSpec, ModelSpec
-from .state import Home, Ledger, SequenceState
+from .state import SequenceState
 from .tiers.base import PageId
 from .weights import Expert, Weights
 
@@ -31,12 +32,15 @@ SPARE = 4096  #: bytes of a slot between the parts of an expert
 
 
 class Made:
-    """As ``Weights`` and as a store, under ``plan`` of the device; ``sides``: who computes what."""
+    """As ``Weights`` and as a store, under ``plan`` of the device; ``sides``: who computes what;
+    ``packed``: the precision that latents are kept in, if it is not ``dtype``."""
 
     def __init__(
-        self, weights: Weights, plan: Plan, placed: Placement, sides: Sides, dtype: str
-    ) -> None:
+        self, weights: Weights, plan: Plan, placed: Placement, sides: Sides, dtype: str,
+        packed: str | None = None,
+    ) -> None:  # fmt: skip
         self._weights, self._sides, self._dtype = weights, sides, getattr(torch, dtype)
+        self._packed = packed
         self._placed = placed
         self.spec = made_spec(weights.spec, placed.layers)
         where = (sides.layers[0] if placed.layers else sides.experts).where
@@ -60,7 +64,7 @@ class Made:
             self._experts()
             return
         home = Home(self._where, Ledger(1 << 62))
-        state = SequenceState(self.spec, self._dtype, home.ledger, lambda layer: home)
+        state = SequenceState(self.spec, self._dtype, home.ledger, lambda layer: home, self._packed)
         sides = self._sides._replace(head=self._sides.layers[0])
         model = Model(cast(Any, self), cast(Any, self), sides, self._dtype)
         done = 0

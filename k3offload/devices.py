@@ -6,19 +6,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from .budget import HEAP_SLACK, asked_bytes, state_bytes, working_set
+from .budget import (
+    HEAP_SLACK,
+    asked_bytes,
+    latent_form,
+    latents_of,
+    state_bytes,
+    working_set,
+)
 from .budget_kernels import Backend, device_scratch
-from .config import LATENT_BLOCK, align_up
+from .config import EXPANDED, LATENT_BLOCK, align_up
 from .errors import DoesNotFit, UsageError
+from .kernels.latent_format import DEVICE_ROOM
 from .layout import Layout, arena_size, head_buffers, head_tensors
-from .scheduler.plan import Demand, Limits, Plan, Use, make_plan
+from .scheduler.plan import Demand, Latents, Limits, Plan, Use, make_plan
 from .spec import ModelSpec
+from .tiers.spill_room import GOOD, PIECE
 
 #: Bytes of a GPU that its driver's context, compiled kernels and the allocator's rounding take.
 RESERVE = 600 << 20
 NAMES = {
     "interpreter, libraries, page index": "context, kernels, rounding",
-    "decoding tables and weight tiles": "",
+    "decoding tables and weight tiles": "sums that attention carries",
     "read buffers": "",
     "kept for the caller": "",
     "cache policy": "",
@@ -49,6 +58,9 @@ class Wish(Protocol):
 
     @property
     def sessions(self) -> int: ...
+
+    @property
+    def latent_dtype(self) -> str | None: ...
 
     @property
     def experts_on(self) -> str | None: ...
@@ -105,11 +117,33 @@ def device_demand(
             working_set(spec, options.dtype, rows, options.sessions, quiet)
             - HEAP_SLACK
             + device_scratch(spec, options.dtype, rows, options.context)
+            + latent_form(spec, options.dtype, options.latent_dtype).room(
+                options.context, DEVICE_ROOM
+            )
         ),
         slot=slot if placed.experts else 0,
         experts=spec.expert_count if placed.experts else 0,
         top_k=spec.moe.top_k if spec.moe and placed.experts else 0,
         asked=lambda rows: asked_bytes(spec, rows) if placed.experts else 0.0,
+        latents=_own_latents(spec, options, placed, True),
+    )
+
+
+def _own_latents(spec: ModelSpec, options: Wish, placed: Placement, there: bool) -> Latents | None:
+    """The latents of layers that the device computes, or of those that it does not."""
+    every = latents_of(spec, options.dtype, options.context, options.sessions, options.latent_dtype)
+    own = sum((layer < placed.layers) == there for layer in spec.mla_layers)
+    if every is None or not own:
+        return None
+    whole = every.whole * own // len(spec.mla_layers)
+    # longer contexts have what their sums take in the working set
+    counted = there and options.context > EXPANDED * LATENT_BLOCK
+    return replace(
+        every,
+        whole=whole,
+        open=every.open * own // len(spec.mla_layers),
+        carried=0 if counted else every.carried,
+        good=min(GOOD, max(every.least, whole // 8)),
     )
 
 
@@ -119,8 +153,9 @@ def state_of(spec: ModelSpec, options: Wish, layers: Sequence[int]) -> int:
     size = 2 if options.dtype == "bfloat16" else 4
     kda = spec.kda_state_bytes(size) // max(1, len(spec.kda_layers))
     tokens = align_up(options.context, LATENT_BLOCK)
+    row = latent_form(spec, options.dtype, options.latent_dtype).row
     return sum(kda for layer in spec.kda_layers if layer in own) + sum(
-        tokens * spec.mla.latent * size for layer in spec.mla_layers if layer in own
+        tokens * row for layer in spec.mla_layers if layer in own
     )
 
 
@@ -147,14 +182,27 @@ def beside_device(
     """What is left for RAM to hold once the device has its part."""
     layers = [0 if i < placed.layers and i in plan.resident_layers else size
               for i, size in enumerate(demand.layers)]  # fmt: skip
-    here = state_bytes(spec, options.dtype, options.context)
+    here = state_bytes(spec, options.dtype, options.context, options.latent_dtype)
     there = state_of(spec, options, range(placed.layers))
+    own, away = (_own_latents(spec, options, placed, there) for there in (False, True))
+    beyond, prefixes = 0, demand.prefixes
+    if away is not None and plan.latents is not None:
+        beyond, prefixes = max(0, away.whole - plan.latents), demand.prefixes_spilled
+        beyond = max(away.least, beyond + min(2 * PIECE, beyond // 3))  # buffers beside them
+        whole = beyond + (own.whole if own else 0)
+        own = replace(
+            own or replace(away, open=0, carried=0),
+            whole=whole,
+            good=min(GOOD, max(away.least, whole // 8)),
+            must=True,
+        )
     return replace(
         demand,
         layers=layers,
-        state=options.sessions * (here - there),
+        state=options.sessions * (here - there) + beyond,
         head_away=placed.head and plan.head_resident,
         longest=None,
-        latents=None,  # those that a device computes with lie there
-        summaries=None,
+        latents=own,
+        prefixes_spilled=prefixes,
+        summaries=None,  # those that a device computes with lie there
     )

@@ -2,61 +2,61 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
-from .accelerator import Accelerator
-from .budget import demand_of
+from .accelerator import Accelerator, for_cpu
+from .budget import demand_of, latent_form
 from .budget_kernels import Backend
 from .checkpoint import Checkpoint
-from .errors import DoesNotFit, K3Error, ScratchError, SessionError, UsageError
-from .kernels.choose import NATIVE, TRITON, Kernels
+from .errors import DoesNotFit, K3Error, SessionError, UsageError
+from .kernels.choose import NATIVE, Kernels
 from .kernels.workers import Workers
+from .latents import HomeOf, Ledger
 from .layer_moe import Side
 from .machine import read_machine, steady_allocator, trim_allocator
 from .model import Hooks, Model, Run, Sides
 from .open_device import open_device
-from .options import Options, Watch, limits_of
+from .options import PREFIX_DISK, Options, Watch, limits_of
 from .precision import choose_precision
+from .prefix_folder import PrefixFolder, prefix_place
+from .prefixes import Prefixes
 from .registry import implementations
 from .scheduler.counts import Counts
 from .scheduler.plan import Demand, Plan, make_plan
 from .scheduler.schedule import Schedule, predictor_named
 from .scheduler.store import ExpertStore
-from .scheduler.sweep import cut
 from .session import Session
+from .session_load import load_session
 from .spec import ModelSpec
 from .spilling import Spilling
-from .state import Ledger, SequenceState
+from .state import SequenceState
 from .tiers.base import PageId
 from .tiers.device import Device
-from .tiers.spill_files import zarr
 from .tiers.tier_disk import DiskTier
 from .tiers.tier_ram import Slab
 from .tokenizer import Tokenizer
+from .turns import Turns
 from .warmup import warm_up
 from .weights import Weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def _for_cpu(kernels: Mapping[str, str]) -> dict[str, str]:
-    """What of ``--kernel`` is meant for the CPU."""
-    return {op: backend for op, backend in kernels.items() if backend != TRITON}
-
-
 def backend_of(kernels: Kernels) -> Backend:
     """What the memory plan has to know about the kernels."""
-    # what prompt attention takes is counted whatever computes the rest
+    # prompt attention is counted by itself, whatever computes the rest
     backends = {backend for op, backend in kernels.chosen.items() if op != "mla_prefill"}
-    return Backend(NATIVE in backends, kernels.isa == "amx", backends != {NATIVE})
+    unit = kernels.isa == "amx"
+    attends = unit and kernels.chosen["mla_prefill"] == NATIVE
+    return Backend(NATIVE in backends, unit, backends != {NATIVE}, attends)
 
 
 class Engine:
@@ -70,15 +70,17 @@ class Engine:
         watch: Watch,
         device: str | Device = "auto",
     ) -> None:
+        self.checkpoint = checkpoint
         self.spec: ModelSpec = checkpoint.spec
         self.tokenizer = tokenizer
         self.options = options
         self.hooks = Hooks()
-        self._watch = watch
-        self._lock = threading.RLock()
+        self._watch, self.warn = watch, watch.warn
+        self.lock = threading.RLock()
         self._closed = False
-        self._passed_over: WeakSet[Session] = WeakSet()  # got nothing in the last sweep
+        self._turns = Turns(self)
         self._dtype = DTYPES[options.dtype]
+        self.latent_form = latent_form(self.spec, options.dtype, options.latent_dtype)
         steady_allocator()
         self._workers = Workers(options.threads)
         opened, self.device_line = open_device(device)
@@ -87,7 +89,7 @@ class Engine:
             if device == "cpu":
                 raise UsageError(f"{inert} is about a GPU.", "Leave it out, or --device cpu.")
             watch.warn(f"{inert} has no effect: {self.device_line}")
-        wanted = options.kernels if opened is None else _for_cpu(options.kernels)
+        wanted = options.kernels if opened is None else for_cpu(options.kernels)
         self.kernels = Kernels(self._workers, wanted, options.isa)
         self.accelerator: Accelerator | None = None
         if opened is not None:
@@ -99,7 +101,7 @@ class Engine:
         )
         self.spilling: Spilling | None = None  # where not all latents have room in RAM
         try:
-            with self._blamed():
+            with self.blamed():
                 self._load(checkpoint)
         except BaseException:
             self.close()
@@ -109,17 +111,17 @@ class Engine:
         """Measure, plan, say the plan, and claim what it says."""
         options = self.options
         self._predictor = self._make_predictor()  # may read a file, and refuse it
+        if options.prefix_dir is not None:
+            prefix_place(options.prefix_dir, checkpoint.folder)
         warm_up(self.kernels, self._dtype)
         self.trunk = choose_precision(options.trunk, checkpoint.spec.trunk_precision)
         self.plan, there = self._make_plan(checkpoint)
-        if self.plan.spills:
-            zarr()  # counts as a library, now that it is needed
-            self.plan, there = self._make_plan(checkpoint)
         self._watch.plan(self.plan)
         if self.plan.spills:
             self.spilling = Spilling(
-                self.spec, self._dtype, self.plan, options.scratch, self.disk, self._watch.warn
-            )
+                self.spec, self._dtype, self.plan, options.scratch, self.disk, self._watch.warn,
+                options.latent_dtype,
+            )  # fmt: skip
         streamed = len(self.spec.layers) - len(self.plan.resident_layers)
         if streamed and self.trunk != checkpoint.spec.trunk_precision:
             self._watch.warn(
@@ -134,6 +136,8 @@ class Engine:
         if there is not None:
             there.compile(self.weights, self._watch.compiling)
             there.load_trunk(self.weights)
+            if self.spilling is not None and self.spilling.latents is not None:
+                there.load_latents(self.spilling.latents)
         self.store: ExpertStore | None = None
         if self.plan.slots:
             slab = Slab(self.plan.slots * self.plan.slot_bytes)
@@ -141,8 +145,10 @@ class Engine:
             self.disk.look = self.weights.arrived
             self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), policy)
             if there is not None:
-                there.load_experts(self.weights, self.store, slab.bytes, self.disk)
+                rows = self.plan.sweep_rows
+                there.load_experts(self.weights, self.store, slab.bytes, self.disk, rows)
         self._ledger = Ledger(self.plan.state_bytes, self.plan.limit - self.plan.total)
+        self.prefixes = self._prefixes(self.plan.prefixes)
         self._counts = {
             "experts": self.store.counts if self.store else Counts(),
             "trunk": self.weights.counts,
@@ -167,6 +173,8 @@ class Engine:
             extra=options.extra,
             policy=options.policy,
             backend=backend_of(self.kernels),
+            prefixes=options.prefix_bytes(checkpoint.spec),
+            latent_dtype=options.latent_dtype,
         )
         limits = limits_of(machine, options)
         demand, there = self._beside(demand)
@@ -211,6 +219,23 @@ class Engine:
             there.trunk, there.adaptive or store, there.sides(), self._dtype, schedule
         )
 
+    def _prefixes(self, size: int) -> Prefixes | None:
+        """The store of shared snapshots, where ``size`` bytes are given to it."""
+        below, options = None, self.options
+        if options.prefix_dir is not None:
+            below = PrefixFolder(self, options.prefix_dir, options.prefix_disk or PREFIX_DISK)
+
+        return Prefixes(size, lambda ledger: self._empty(ledger, True), below) if size else None
+
+    def _empty(self, ledger: Ledger, shared: bool = False) -> SequenceState:
+        """An empty state; one that is ``shared`` by sessions of a device lies in RAM."""
+        homes: HomeOf | None = None
+        if self.accelerator is not None:
+            homes = self.accelerator.homes(ledger, shared)
+        elif self.spilling is not None:
+            homes = self.spilling.homes(ledger)
+        return SequenceState(self.spec, self._dtype, ledger, homes, self.options.latent_dtype)
+
     def _schedule(self, store: ExpertStore | None) -> Schedule | None:
         """Look-ahead, where experts are missing at all."""
         moe = self.spec.moe
@@ -228,21 +253,37 @@ class Engine:
 
     def session(self) -> Session:
         """An empty session.  Raises ``DoesNotFit`` if its state has no room in the plan."""
-        self._open()
+        self.check_open()
         return Session(self)
 
-    def new_state(self) -> SequenceState:
-        there = self.accelerator or self.spilling
-        homes = None if there is None else there.homes(self._ledger)
-        with self._blamed():
-            return SequenceState(self.spec, self._dtype, self._ledger, homes)
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """The session that ``Session.save`` left in the folder ``path``.
+
+        Raises ``SessionError`` naming what differs (model, tokenizer, precision) or the file that
+        is damaged, ``UsageError`` if it is longer than the context, ``DoesNotFit`` or
+        ``ScratchError`` if it has no room.
+        """
+        self.check_open()
+        session, notes = load_session(self, path)
+        for note in notes:
+            self.warn(note)
+        return session
+
+    def new_state(self, snapshot: SequenceState | None = None) -> SequenceState:
+        """An empty state, or one that goes on from ``snapshot``.  Raises ``DoesNotFit``."""
+        with self.blamed():
+            state = self._empty(self._ledger)
+            if snapshot is not None:
+                state.take(snapshot)
+        return state
 
     def copied(self, state: SequenceState) -> SequenceState:
         """A copy of ``state``."""
-        with self._blamed():
+        with self.blamed():
             return state.copy()
 
-    def _blamed(self) -> AbstractContextManager[None]:
+    def blamed(self) -> AbstractContextManager[None]:
+        """What a device raises in the block names it."""
         return self.accelerator.blamed() if self.accelerator else nullcontext()
 
     def encode(self, text: str) -> list[int]:
@@ -276,46 +317,7 @@ class Engine:
         comes first next time.  Returns the sessions that failed with their errors: numbers that
         turned NaN, or no room for more state.  The others are not touched by it.
         """
-        self._check_sessions(sessions)
-        failed: dict[Session, K3Error] = {}
-        taken: list[Session] = []
-        runs: list[Run] = []
-        turn = sorted(sessions, key=lambda s: (s not in self._passed_over, not s.decoding))
-        self._passed_over.clear()
-        for session in turn:
-            waiting = session.waiting()
-            taken_rows = sum(len(run.tokens) for run in runs)
-            count = self._share(session, len(waiting), taken_rows)
-            if not count:
-                self._passed_over.add(session)
-                continue
-            try:
-                with self._blamed():
-                    session.state.reserve(count)
-            except (DoesNotFit, ScratchError) as error:
-                # its traceback would keep the others' states alive
-                failed[session] = error.with_traceback(None)
-                continue
-            taken.append(session)
-            runs.append(Run(session.state, waiting[:count], 1, session.decoding))
-        if runs:
-            self.run(runs, lambda i, position, row: taken[i].keep_logits(row[0].numpy()))
-        failed.update({s: r.error for s, r in zip(taken, runs, strict=True) if r.error})
-        return failed
-
-    def _share(self, session: Session, waiting: int, taken: int) -> int:
-        """How many waiting tokens of ``session`` fit into a sweep beside ``taken`` others."""
-        return cut(session.position, waiting, self.plan.sweep_rows - taken)
-
-    def _check_sessions(self, sessions: Sequence[Session]) -> None:
-        if len(set(map(id, sessions))) < len(sessions):
-            raise SessionError("A session stands twice in one call.", "Fork it, or call twice.")
-        for session in sessions:
-            if session.engine is not self:
-                raise SessionError("A session is of another engine.", "Use its own engine.")
-            if not session.length:
-                raise SessionError("The session has no tokens.", "Append a prompt first.")
-            self.check_context(session.length)
+        return self._turns.sweep(sessions)
 
     def run(self, runs: Sequence[Run], emit: Callable[[int, int, torch.Tensor], None]) -> None:
         """One sweep over ``runs`` as they are; the lowest call that still knows sequences.
@@ -341,8 +343,8 @@ class Engine:
             self.hooks.before_layer(layer)
             self._watch.layer(layer, layers)
 
-        with self._lock:
-            self._open()
+        with self.lock:
+            self.check_open()
             self._model.sweep(
                 runs, emit, Hooks(before_layer, self.hooks.on_route, self.hooks.on_ahead)
             )
@@ -363,14 +365,15 @@ class Engine:
         """Whether an expert lies in RAM now."""
         return self.store is not None and self.store.has(page)
 
-    def _open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ``SessionError`` once it is closed."""
         if self._closed:
             raise SessionError("This engine is closed.", "Load the model again.")
 
     def close(self) -> None:
         """Wait for a sweep under way, then stop the threads, close the files and let go of the
         weights.  Closing twice is fine."""
-        with self._lock:
+        with self.lock:
             if not self._closed:
                 self._closed = True
                 with ExitStack() as last_first:  # whatever one of them raises, the others close

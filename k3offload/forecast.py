@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .budget import latent_form
 from .config import GROUP_ROWS, KDA_CHUNK, ROW_TILE
 from .forecast_sizes import attended_pairs, distinct, is_product, weight_of
 from .inventory import DENSE, HEAD, KDA, MLA, ROUTERS
@@ -58,6 +59,7 @@ class Setup:
     packed: bool = False
     hit_rate: float | None = None  #: of decode requests by experts in RAM; None: uniform routing
     covered: float = 0.0  #: part of the missing experts that prefetching brings in time
+    latent_dtype: str | None = None  #: None: as ``dtype``
 
 
 class Cost(NamedTuple):
@@ -164,7 +166,8 @@ class _Sweep:
         self.setup, self.spec, self.rates = setup, setup.spec, setup.rates
         self.n, self.position, self.decode = rows, position, decode
         self.groups = -(-rows // GROUP_ROWS)
-        self.itemsize = 2 if setup.dtype == "bfloat16" else 4
+        self.form = latent_form(setup.spec, setup.dtype, setup.latent_dtype)
+        self.itemsize = self.form.item
         m = self.spec.moe
         self.wanted = distinct(m.experts, m.top_k, rows) if m else 0.0  # of one layer
         self.missed = self.wanted * (1 - self._hit_rate())
@@ -346,8 +349,10 @@ class _Sweep:
         m, rates = self.spec.mla, self.rates
         if self.decode:
             seen = self.n * (self.position + 1)
-            read = seen * m.latent * self.itemsize / rates.ram
-            return Cost(read, seen * m.heads * (m.latent + m.kv_lora) / rates.macs32)
+            cost = Cost(seen * self.form.row / rates.ram)
+            if self.form.precision is not None:  # unpacked for a few blocks at a time
+                cost = cost.plus(self._row_wise(seen * m.latent))
+            return cost.plus(Cost(0.0, seen * m.heads * (m.latent + m.kv_lora) / rates.macs32))
         pairs = attended_pairs(self.position, self.n)
         return Cost(0.0, pairs * m.heads * (m.nope + m.rope + m.v) / rates.attention)
 
@@ -355,14 +360,16 @@ class _Sweep:
         """Bytes that a layer's attention reads from disk: of what stands before, the part that RAM
         has no room for."""
         held = self.setup.plan.latents
-        if held is None:
-            return 0.0
+        return 0.0 if held is None else self._beyond(held)
+
+    def _beyond(self, held: float) -> float:
+        """The same of what lies elsewhere than ``held`` bytes of all layers' latents."""
         tokens: float = self.position * (self.n if self.decode else 1)
-        every = tokens * self.spec.latent_bytes_per_token(self.itemsize)
+        every = tokens * len(self.spec.mla_layers) * self.form.row
         spilled = max(0.0, 1 - held / every) if every else 0.0
         if not self.decode:  # each group of rows reads what stands before it
             tokens = self.groups * (self.position + GROUP_ROWS * (self.groups - 1) / 2)
-        return spilled * tokens * self.spec.mla.latent * self.itemsize
+        return spilled * tokens * self.form.row
 
     def _summaries(self, layer: LayerSpec) -> float:
         """Bytes of block summaries that a layer reads from disk, before each of its two mixes."""

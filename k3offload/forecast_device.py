@@ -133,6 +133,10 @@ class _DeviceSweep(_Sweep):
         self.rates = self._device if there else self._cpu
         return self._layer(layer), there
 
+    def _latents(self) -> float:
+        held = self.setup.plan.latents  # those on the device never come from disk
+        return 0.0 if held is None else self._beyond(held + (self._plan.latents or 0))
+
     def of_all(self) -> DeviceForecast:
         bus, disk = self._bus.pcie, self._cpu.disk
         one = self.spec.expert_bytes
@@ -152,6 +156,9 @@ class _DeviceSweep(_Sweep):
             seconds += work.before.seconds + max(work.after.seconds, waits)
             bus_bytes += moved if sparse else 0.0
             disk_bytes += read if sparse else 0.0
+            if there and layer.attention != "kda" and self._plan.latents is not None:
+                bus_bytes += self._beyond(self._plan.latents)
+            disk_bytes += work.scratch
             if there and layer.index not in self._plan.resident_layers:
                 bus_bytes += self._plan.layer_sizes[layer.index]
             held = there and layer.index in self._plan.resident_layers

@@ -45,12 +45,14 @@ class Token(Event):
 
 @dataclass(frozen=True)
 class Done(Event):
-    """The end of a request.  ``text`` is what was still held back."""
+    """The end of a request.  ``text`` is what was still held back; ``reused``: tokens before the
+    first new one that were computed earlier, by this session or for another."""
 
     finish_reason: FinishReason
     text: str
     tokens: int
     error: K3Error | None = None
+    reused: int = 0
 
 
 @dataclass
@@ -77,6 +79,7 @@ class _Active:
         self.sampler = Sampler(request.sampling)
         self.text = TextStream(engine.tokenizer, request.sampling.stop)
         self.ends = frozenset() if request.sampling.ignore_end else engine.tokenizer.end_ids
+        self.begin = self.session.position
         self.prompt = len(self.session.waiting())
         self.made = 0
 
@@ -95,7 +98,8 @@ class _Active:
             yield self.done("length")
 
     def done(self, reason: FinishReason, error: K3Error | None = None) -> Done:
-        return Done(self.number, reason, self.text.flush(), self.made, error)
+        reused = max(self.begin, self.session.reused)
+        return Done(self.number, reason, self.text.flush(), self.made, error, reused)
 
 
 def generate(engine: Engine, requests: Sequence[Request]) -> Iterator[Event]:

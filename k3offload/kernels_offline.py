@@ -11,18 +11,21 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
 from .kernels.triton_run import ARCHITECTURES, FUSION, Compiled, Sizes, installed, upcast
 from .kernels.tuning import CANDIDATES, entry_of, trying
+from .machine import default_threads
 from .registry import implementation, names
 
 OPERATORS = (
     "linear", "experts", "router", "combine", "rms_norm", "attnres", "short_conv", "kda_gate",
-    "kda", "mixer", "mla_decode", "mla_prefill",
+    "kda", "mixer", "mla_decode", "mla_prefill", "latents",
 )  # fmt: skip
 REGISTERS = 65536  #: of a multiprocessor
 #: compute capability -> shared memory of a multiprocessor in bytes, and its warps at most
@@ -63,9 +66,18 @@ def launches(sizes: Sizes) -> list[Compiled]:
 
 
 def compile_all(sizes: Sizes | None = None, archs: Iterable[int] = ARCHITECTURES) -> list[Row]:
-    """A row for each launch and architecture."""
-    every = launches(sizes or Sizes())
-    return [compile_one(one, arch) for one in every for arch in archs]
+    """A row for each launch and architecture.  Each processor compiles for one at a time, in a
+    process of its own: compilers do not share one well."""
+    kinds = tuple(archs)
+    workers = min(len(kinds), default_threads())
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        columns = list(pool.map(_column, [sizes or Sizes()] * len(kinds), kinds))
+    return [row for rows in zip(*columns, strict=True) for row in rows]
+
+
+def _column(sizes: Sizes, arch: int) -> list[Row]:
+    """A row for each launch."""
+    return [compile_one(one, arch) for one in launches(sizes)]
 
 
 def compile_candidates(archs: Iterable[int] = ARCHITECTURES) -> list[Row]:

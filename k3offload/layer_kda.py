@@ -45,6 +45,7 @@ def kda(
         rows = MixerRows([stream[own] for stream in qkv], raw[own], beta[own], gate[own])
         tails, matrix = state.conv[w.layer].unbind(), state.kda[w.layer]
         done.append(kernels.mixer(rows, tails, matrix, fixed, group.decode))
+        state.passed(w.layer, part.start + part.count, kernels.finish)
     return project("o_proj", kernels.joined(done))
 
 

@@ -1,6 +1,7 @@
 """One gated NoPE MLA sublayer over a group of rows: latents, exact attention by blocks, output.
 
-There is no position encoding.  Rows of prompts use the plain form (keys and values are expanded
+There is no position encoding.  Attention reads rows as they are kept, packed or not, those of this
+very sweep included.  Rows of prompts use the plain form (keys and values are expanded
 from each latent block, once for all parts of the group); decode rows use the absorbed form (the
 query is brought into the latent space instead).
 """
@@ -13,6 +14,7 @@ import torch
 
 from .arena import LayerWeights
 from .kernels.choose import Kernels
+from .kernels.latents_reference import pack
 from .kernels.linear_reference import Weight
 from .kernels.mla_prefill_reference import Query
 from .kernels.rows import by_lanes
@@ -37,7 +39,7 @@ def mla(
 
     def norm(name: str, source: torch.Tensor) -> torch.Tensor:
         weight = w.vector(f"self_attn.{name}_layernorm.weight")
-        return kernels.rms_norm(source, weight, spec.mla_eps)
+        return kernels.rms_norm(kernels.dense(source), weight, spec.mla_eps)
 
     of_x = ["q_proj" if m.q_lora is None else "q_a_proj", "kv_a_proj_with_mqa"]
     if m.output_gate:
@@ -49,6 +51,7 @@ def mla(
     latent = norm("kv_a", kv[:, : m.kv_lora])
     kernels.finish()
     latent = torch.cat((latent, kv[:, m.kv_lora :]), 1)
+    latent = pack(latent, states[group.parts[0].run].form)
     for part in group.parts:
         with states[part.run].losing():
             states[part.run].latents[w.layer].append(latent[group.own(part)])
@@ -79,7 +82,8 @@ def _decode(
         own = state.latents[layer]
         if state.failed is None:
             with state.losing():
-                out[i] = kernels.mla_decode(q[i], own.pieces(), own.length, up, m.nope, m.v, scale)
+                pieces = kernels.unpacked(own.pieces(), own.length, state.form, q.dtype, True)
+                out[i] = kernels.mla_decode(q[i], pieces, own.length, up, m.nope, m.v, scale)
     return out
 
 
@@ -105,7 +109,8 @@ def _prefill(
             continue
         queries = [Query(q[group.own(part)], part.start) for part in parts]
         with state.losing():
-            done = kernels.mla_prefill(queries, own.pieces(), own.length, up, m.nope, m.v, scale)
+            pieces = kernels.unpacked(own.pieces(), own.length, state.form, q.dtype, False)
+            done = kernels.mla_prefill(queries, pieces, own.length, up, m.nope, m.v, scale)
             for part, attended in zip(parts, done, strict=True):
                 out[group.own(part)] = attended
     return out

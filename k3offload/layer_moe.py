@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 
-from .adaptive import Adaptive
+from .adaptive import Adaptive, Outbox
 from .arena import LayerWeights
 from .config import CALL_ROWS
 from .kernels.choose import Kernels
@@ -71,7 +72,8 @@ def moe(
     xs = [normed(group) for group in groups]
     experts, shares = _route(xs, groups, w, spec, kernels, on_route)
     places = _places(experts, w.layer)
-    with store.lease(places) as arrivals:
+    with ExitStack() as leased:
+        arrivals = leased.enter_context(store.lease(places))
         store.drop_prefetches(w.layer)
         latents = []
         for i, group in enumerate(groups):
@@ -83,20 +85,22 @@ def moe(
         latent = kernels.joined(latents)
         results = _Results(side.kernels.here(latent)[0], experts.shape[1], spec)
         decoding = sum(group.end - group.begin for group in groups if group.decode)
-        if not store.has_all(places.keys()):
+        if kernels.waiting and not _has_all(store, places):
             kernels.finish()  # what needs no page, while pages come
         for batch in arrivals:
             weights = [expert_weights(page, buffer) for page, buffer in batch]
             chosen = [places[page] for page, _ in batch]
             if isinstance(store, Adaptive) and not isinstance(batch[0][1], torch.Tensor):
                 begin = time.perf_counter()
-                results.run(weights, chosen, decoding, store.kernels, apart=True)
+                results.run(weights, chosen, decoding, store.kernels, store.outbox)
                 store.computed(time.perf_counter() - begin, len(batch))
             else:
                 results.run(weights, chosen, decoding, side.kernels)
             if results.full:
                 break
             kernels.finish()  # its pages may leave
+        if not kernels.waiting:
+            leased.close()  # others wait for the pages; what ran beside the device has landed
         at, shares = side.kernels.here(results.at, shares)
         for group, shared in zip(groups, xs, strict=True):
             own = side.kernels.combine(results.y, at[group.rows], shares[group.rows])
@@ -145,6 +149,10 @@ def route(
     return chosen, share, scores.add_(bias)
 
 
+def _has_all(store: ExpertStore | Adaptive, pages: Mapping[PageId, object]) -> bool:
+    return isinstance(store, ExpertStore) and store.has_all(pages.keys())
+
+
 def _places(experts: torch.Tensor, layer: int) -> dict[PageId, list[int]]:
     """Page -> where in ``experts`` [R, k], as flat numbers in rising order, it was chosen."""
     flat = experts.view(-1).tolist()
@@ -173,10 +181,10 @@ class _Results:
         places: Sequence[list[int]],
         decoding: int,
         kernels: Kernels,
-        apart: bool = False,
+        outbox: Outbox | None = None,
     ) -> None:
-        """Experts that have arrived; the first ``decoding`` rows decode.  ``apart``: on the CPU,
-        while the others are not."""
+        """Experts that have arrived; the first ``decoding`` rows decode.  With ``outbox`` the CPU
+        computes them, unlike the others, and their results are sent."""
         border = decoding * self._k
         for decode in (True, False):
             if border in (0, self._count):  # rows of one kind: nothing to part
@@ -190,15 +198,18 @@ class _Results:
                 for i, place in enumerate(where, self._done):
                     self._at[place] = i
                 y = self.y[self._done : end]
-                if apart:
-                    y.copy_(kernels.experts(self._on_cpu(kernels), jobs, self._act, decode))
-                else:
+                if outbox is None:
                     kernels.experts(self._latent, jobs, self._act, decode, y)
+                else:
+                    given, rows = self._on_cpu(kernels, outbox), outbox.rows(len(where))
+                    kernels.experts(given, jobs, self._act, decode, rows)
+                    outbox.send(y)
                 self._done = end
 
-    def _on_cpu(self, kernels: Kernels) -> torch.Tensor:
+    def _on_cpu(self, kernels: Kernels, outbox: Outbox) -> torch.Tensor:
         if self._moved is None:
             self._moved = kernels.here(self._latent)[0]
+            outbox.aim(self.y)
         return self._moved
 
     @property

@@ -23,6 +23,7 @@ def load(
     cache: str | int | None = None,
     dtype: str = "bfloat16",
     trunk: str | None = None,
+    latent_dtype: str | None = None,
     context: int = 4096,
     sessions: int = 1,
     sweep: int | None = None,
@@ -39,38 +40,40 @@ def load(
     latents: str | int | None = None,
     summaries: str | int | None = None,
     scratch: str | Path | None = None,
+    prefix_cache: str | int | None = None,
+    prefix_dir: str | None = None,
+    prefix_disk: str | int | None = None,
     watch: Watch | None = None,
 ) -> Engine:
     """Open the model in folder ``path`` (or ``"nano"``, the one that comes with the package).
 
     ``ram``: bytes this process may use in all (``"16G"`` = 16e9); ``cache``: cap on the part of it
     that holds routed experts; ``dtype``: of the activations; ``trunk``: precision of the trunk's
-    large matrices, as the folder has it, or ``int8`` or ``mxfp4``, which lose some; ``context``:
-    tokens a session may reach; ``sessions``: how many sequence states (sessions and snapshots) to
-    reserve for; ``sweep``: most prompt tokens in one pass; ``kernels``: operator -> backend, like
+    large matrices, as the folder has it, or ``int8`` or ``mxfp4``, which lose some;
+    ``latent_dtype``: of what attention remembers of each token, as ``dtype``, or ``int8`` or
+    ``fp8``, which lose some and take 57 % of the bytes of bfloat16 in K3; ``context``: tokens a
+    session may reach; ``sessions``: how many sequence states (sessions and snapshots) to reserve
+    for; ``sweep``: most prompt tokens in one pass; ``kernels``: operator -> backend, like
     ``{"linear": "reference"}``; ``isa``: instruction set of the native kernels; ``policy``,
     ``predict``: which expert leaves a full cache, and which are read ahead; ``device``: ``auto``,
     ``cuda``, ``cuda:N`` or ``cpu``; ``vram``: bytes of it to use; ``experts_on``, ``trunk_on``:
-    ``gpu``, ``cpu``, and for the trunk ``split:N``, the first N layers; ``adaptive``: let the
-    CPU compute experts that would have to be copied, where that is quicker; ``latents``: bytes of
-    RAM for what attention remembers of all sessions, the rest of which goes to files in the folder
+    ``gpu``, ``cpu``, and for the trunk ``split:N``, the first N layers; ``adaptive``: let the CPU
+    compute experts that would have to be copied, where that is quicker; ``latents``: bytes of RAM
+    for what attention remembers of all sessions, the rest of which goes to files in the folder
     ``scratch`` (one in the user's cache folder if it is None) and goes away with the engine; if it
     is None, files are used only where memory is too small; ``summaries``: the same of the block
-    summaries of a sweep, all of them if it is None.  None but ``dtype``, ``trunk``,
-    ``kernels``, ``isa``, ``adaptive`` and what is computed where changes a bit of the results, as
-    long as ``sweep`` is a multiple of 64.
+    summaries of a sweep, all of them if it is None; ``prefix_cache``: bytes of snapshots that
+    prompts with the same beginning share, written to the folder ``prefix_dir`` as well, at most
+    ``prefix_disk`` bytes of them. None but ``dtype``, ``trunk``, ``latent_dtype``, ``kernels``,
+    ``isa``, ``adaptive`` and what is computed where changes a bit of the results, as long as
+    ``sweep`` is a multiple of 64.
 
     Raises ``ConfigError``, ``CheckpointError``, ``TokenizerError``, or ``DoesNotFit`` with the
     missing bytes, before any weight is read.
     """
-    sizes: dict[str, int | None] = {"context": context, "sessions": sessions, "sweep": sweep}
-    folder = None if scratch is None else Path(scratch)
-    return open_engine(
-        path, lambda tokenizer, spec: sizes, ram=ram, cache=cache, dtype=dtype, trunk=trunk,
-        threads=threads, kernels=kernels, isa=isa, policy=policy, predict=predict, device=device,
-        vram=vram, experts_on=experts_on, trunk_on=trunk_on, adaptive=adaptive, latents=latents,
-        summaries=summaries, scratch=folder, watch=watch,
-    )  # fmt: skip
+    how: dict[str, Any] = dict(locals())  # the arguments, nothing else is there yet
+    sizes = {name: how.pop(name) for name in ("context", "sessions", "sweep")}
+    return open_engine(how.pop("path"), lambda tokenizer, spec: sizes, **how)
 
 
 def open_engine(
@@ -91,8 +94,10 @@ def open_engine(
     tokenizer = Tokenizer.load(folder, checkpoint.spec)
     # what nobody has set keeps the default of ``Options``
     given = {name: value for name, value in how.items() if value is not None}
-    for name in ("ram", "cache", "vram", "latents", "summaries"):
+    for name in ("ram", "cache", "vram", "latents", "summaries", "prefix_cache", "prefix_disk"):
         if name in given:
             given[name] = parse_size(given[name])
+    if "scratch" in given:
+        given["scratch"] = Path(given["scratch"])
     given.update(sizes(tokenizer, checkpoint.spec))
     return Engine(checkpoint, tokenizer, Options(**given), watch or Watch(), device)

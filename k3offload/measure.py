@@ -28,13 +28,13 @@ from .kernels.mixer import MixerRows, MixerWeights
 from .kernels.mla_prefill_reference import Query
 from .kernels.mxfp4 import Mxfp4Weight
 from .kernels.workers import Workers, single_threaded
+from .latents import Home, Latents, Ledger
 from .layer_moe import activation
 from .loading import load
 from .machine import steady_allocator
 from .rates import ASSUMED_DISK, EXPERTS, FORMATS, Rates
 from .scheduler.sweep import Span, pack
 from .spec import ModelSpec
-from .state import Home, Latents, Ledger
 
 ARENA = 512 << 20  #: bytes of made-up weights
 CHUNK = 32 << 20  #: bytes of it that a thread scans at a time

@@ -121,8 +121,9 @@ class Model:
             with self._sides.blamed(), single_threaded(), ExitStack() as in_force:
                 for kernels in self._sides.kernels:
                     in_force.enter_context(kernels.in_force())
-                if decodes and len(self._sides.kernels) == 1:
-                    in_force.enter_context(self._sides.kernels[0].put_off(groups[-1].end))
+                alone = decodes and len(self._sides.kernels) == 1
+                few = self._sides.kernels[0].put_off(groups[-1].end if alone else 0)
+                in_force.enter_context(few)
                 first = self._sides.layers[0]
                 p = first.kernels.here(self._embed(runs, groups))[0]
                 stream = Stream(p, first, sealed)
@@ -136,8 +137,7 @@ class Model:
                         latent = self._feed_forward(layer, stream, groups, w, on_route)
                         if ahead:
                             self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)
-                        if not self._weights.holds(layer.index):
-                            stream.side.kernels.finish()  # its memory goes to another layer
+                        stream.side.kernels.finish()  # its memory may go to another layer
                 self._check(stream, groups, runs)
                 stream.move(self._sides.head)
                 self._head(stream, groups, runs, emit)
@@ -148,7 +148,7 @@ class Model:
                 run.state.broken = f"a sweep was interrupted ({type(error).__name__}: {error})"
             raise
         for run in runs:
-            run.state.position += len(run.tokens)
+            run.state.advance(len(run.tokens), run.decode)
             run.state.broken = None if run.error is None else run.error.problem.rstrip(".")
 
     def _sealed(self, rows: int) -> Resident | Spilled:

@@ -16,12 +16,13 @@ from .budget import demand_of
 from .checkpoint import ExpertPage
 from .config import align_up, show_size
 from .config_fields import read_json
-from .device_report import DeviceReport, device_report
+from .device_report import DeviceReport, device_report, setup_of
 from .errors import DoesNotFit
-from .forecast import Forecast, Setup, decode, prefill, prompt_seconds
+from .forecast import Forecast, decode, prefill, prompt_seconds
 from .forecast_device import Bus
 from .inventory import EMBED, FINAL, HEAD, PROJECTOR, ROUTED, TOWER
 from .layout import Layout
+from .options import lossy_notes
 from .paths import show_path
 from .plan_text import lowered, plan_facts, plan_lines
 from .precision import PRECISIONS
@@ -57,6 +58,7 @@ class Ask:
     trunk_on: str | None = None
     latents: int | None = None
     summaries: int | None = None
+    latent_dtype: str | None = None
 
 
 class Model(Layout, Protocol):
@@ -172,7 +174,7 @@ def report(
 ) -> PlanReport:
     """The plan, the forecast and the advice; raises ``DoesNotFit`` with the missing bytes.  With
     ``ask.vram`` also those of a device as ``bus`` describes it."""
-    setup = _setup(layout, ask, rates, plan_of(layout, ask))
+    setup = setup_of(layout.spec, ask, rates, plan_of(layout, ask))
     step = decode(setup, position=ask.context)
     seconds = prompt_seconds(setup, ask.context)
     return PlanReport(
@@ -216,6 +218,7 @@ def _demand(layout: Model, ask: Ask) -> Demand:
         threads=ask.threads,
         context=ask.context,
         sessions=ask.sessions,
+        latent_dtype=ask.latent_dtype,
     )
 
 
@@ -223,17 +226,19 @@ def limits_of(ask: Ask) -> Limits:
     """What the plan has to keep to."""
     use = use_of(ask.sweep, ask.context, ask.sessions)
     return Limits(
-        ask.ram, ask.cache, ask.sweep, latents=ask.latents, summaries=ask.summaries, use=use
+        ask.ram,
+        ask.cache,
+        ask.sweep,
+        lossy_notes(ask.latent_dtype),
+        ask.latents,
+        ask.summaries,
+        use,
     )
 
 
 def plan_of(layout: Model, ask: Ask) -> Plan:
     """The memory plan; raises ``DoesNotFit`` with the missing bytes."""
     return make_plan(_demand(layout, ask), limits_of(ask))
-
-
-def _setup(layout: Model, ask: Ask, rates: Rates, plan: Plan) -> Setup:
-    return Setup(layout.spec, plan, rates, ask.dtype, ask.trunk, ask.packed, ask.hit_rate)
 
 
 def advice(
@@ -246,7 +251,7 @@ def advice(
     for what, other, faster in _variants(demands[ask.trunk], ask, rates):
         try:
             plan = make_plan(demands[other.trunk], limits_of(other))
-            setup = _setup(layout, other, faster, plan)
+            setup = setup_of(layout.spec, other, faster, plan)
         except DoesNotFit:
             continue
         step = decode(setup, position=ask.context).seconds

@@ -26,6 +26,7 @@ def lowered(plan: Plan, cache: int | None, sweep: int | None) -> list[str]:
 
 def plan_facts(plan: Plan, notes: Sequence[str] = ()) -> dict[str, Any]:
     """The memory plan as plain data; sizes in bytes.  ``notes`` join those of the plan."""
+    held = "ram" if plan.place == "RAM" else "device"
     return {
         "limit": plan.limit,
         "total": plan.total,
@@ -38,7 +39,7 @@ def plan_facts(plan: Plan, notes: Sequence[str] = ()) -> dict[str, Any]:
         "sweep_tokens": plan.sweep_rows,
         "place": plan.place,
         "summaries_in_ram": plan.summaries,
-        "latents": None if plan.latents is None else {"ram": plan.latents, "all": plan.all_latents},
+        "latents": None if plan.latents is None else {held: plan.latents, "all": plan.all_latents},
         "device": None if plan.device is None else plan_facts(plan.device),
         "notes": [*plan.notes, *notes],
     }
@@ -57,10 +58,7 @@ def plan_lines(plan: Plan, notes: Sequence[str] = ()) -> list[str]:
         share = 100 * plan.slots / plan.experts
         lines.append(f"  {plan.slots:,} of {plan.experts:,} experts fit ({share:.3g} %)")
     if plan.latents is not None:
-        lines.append(
-            f"  of {show_size(plan.all_latents)} of latents (at full context) the newest stay in "
-            "RAM; the others go to files in --scratch, and each step reads them"
-        )
+        lines.append(f"  {_latents(plan, plan.latents)}")
     if plan.summaries is not None:
         lines.append(
             "  a part of a sweep's block summaries stays in RAM; the others go to files in "
@@ -75,3 +73,19 @@ def plan_lines(plan: Plan, notes: Sequence[str] = ()) -> list[str]:
             f"sweep ({show_size(size)})"
         )
     return lines
+
+
+def _latents(plan: Plan, held: int) -> str:
+    """What becomes of those that have no room."""
+    every = f"{show_size(plan.all_latents)} of latents (at full context)"
+    if plan.place != "RAM":
+        return (
+            f"of {every} the newest stay on the device; the others go to RAM, and each step copies "
+            "them"
+        )
+    if held >= plan.all_latents:
+        return f"{every} have room here, and none go to files in --scratch"
+    return (
+        f"of {every} the newest stay in RAM; the others go to files in --scratch, and each step "
+        "reads them"
+    )

@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
+from .config import show_size
 from .find import named
 
 INTERRUPTED = 130  #: exit code
@@ -185,23 +186,28 @@ def loading_libraries(progress: Progress) -> Iterator[None]:
 
 
 class Meter:
-    """How far a run has got: prompt tokens done of all, their rate, the time left; then tokens.
+    """How far a run has got: prompt tokens done of all, bytes read, rate, time left; then tokens.
 
-    ``layer`` is told of every layer, so that a sweep that takes minutes is seen to move.
+    ``layer`` is told of every layer, so that a sweep that takes minutes is seen to move.  The rate
+    is that of the last whole sweep and the one under way: attention slows down as a prompt grows.
+    ``read`` says how many bytes were read so far.
     """
 
     def __init__(
         self, show: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._show, self._clock = show, clock
-        self._begin = clock()
-        self._done, self._total, self._step, self._made = 0, 0, 0, 0
+        self._sweeps = [(clock(), 0)]  # when the last two began, and how many tokens were done
+        self._total, self._step, self._made = 0, 0, 0
+        self.read: Callable[[], int] = lambda: 0
+        self._read_before = 0
 
     def prompt(self, done: int, total: int, step: int) -> None:
         """``done`` of ``total`` prompt tokens are computed, the next ``step`` are under way."""
-        if not done:
-            self._begin = self._clock()
-        self._done, self._total, self._step = done, total, step
+        before = self._sweeps[-1:] if done else []
+        self._read_before = self._read_before if done else self.read()
+        self._sweeps = [*before, (self._clock(), done)]
+        self._total, self._step = total, step
 
     def token(self, made: int) -> None:
         """``made`` tokens are sampled."""
@@ -213,11 +219,15 @@ class Meter:
         if self._made:
             self._show(f"token {self._made + 1:,}: {place}")
             return
-        line = f"prompt: {self._done:,} of {self._total:,} tokens"
-        reached = self._done + self._step * layer / layers
-        seconds = self._clock() - self._begin
-        if reached and seconds > 0:
-            rate = reached / seconds
+        done = self._sweeps[-1][1]
+        line = f"prompt: {done:,} of {self._total:,} tokens"
+        if read := self.read() - self._read_before:
+            line += f", {show_size(read)} read"
+        reached = done + self._step * layer / layers
+        begin, before = self._sweeps[0]
+        seconds = self._clock() - begin
+        if reached > before and seconds > 0:
+            rate = (reached - before) / seconds
             left = show_seconds((self._total - reached) / rate)
             line += f", {rate:.3g} tokens/s, {left} left"
         self._show(f"{line}, {place}")

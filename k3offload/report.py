@@ -11,6 +11,7 @@ from .config import show_size
 from .engine import Engine
 from .kernels.choose import NATIVE
 from .machine import peak_rss
+from .tiers.spill_files import SpillCounts
 
 
 def kernel_read_bytes() -> int:
@@ -33,7 +34,14 @@ def tier_facts(engine: Engine) -> dict[str, Any]:
             "modes": dict(disk.modes),
         },
         "scratch": None if engine.spilling is None else engine.spilling.facts(),
+        "device_latents": None if (c := _device_latents(engine)) is None else asdict(c),
     }
+
+
+def _device_latents(engine: Engine) -> SpillCounts | None:
+    """What left a device's memory and came back; None where all of it has room there."""
+    there = engine.accelerator
+    return None if there is None or there.latents is None else there.latents.counts
 
 
 def kernel_facts(engine: Engine) -> dict[str, Any]:
@@ -101,6 +109,11 @@ def tier_lines(engine: Engine) -> list[str]:
             f"{show_size(c['read_bytes'])} of the reads, {c['wait_seconds']:.2f} s waited"
             for what, c in engine.spilling.facts().items()
         ]
+    if (moved := _device_latents(engine)) is not None:
+        lines.append(
+            f"latents of the device: {show_size(moved.written_bytes)} moved to RAM, "
+            f"{show_size(moved.read_bytes)} copied back, {moved.wait_seconds:.2f} s waited"
+        )
     memory = memory_facts(engine)
     lines.append(
         f"memory: {show_size(memory['planned'])} planned, {show_size(memory['peak_rss'])} at most"

@@ -1,18 +1,23 @@
-"""One timeline of tokens: append, compute, fork, snapshot, rewind, reset."""
+"""One timeline of tokens: append, compute, fork, snapshot, rewind, reset, save."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from .errors import SessionError, UsageError
+from .config import KDA_CHUNK
+from .errors import DoesNotFit, K3Error, ScratchError, SessionError, UsageError
 from .sampling import Sampling
+from .session_save import Saved, save
 from .state import SequenceState
 
 if TYPE_CHECKING:
@@ -43,6 +48,10 @@ class Session:
         self._tokens: list[int] = []
         self._sampled = 0  # how many tokens at the end were sampled and are not computed yet
         self._logits: npt.NDArray[np.float32] | None = None
+        self._saved: Saved | None = None
+        self._wanted: set[int] = set()  # where to keep a snapshot
+        self._kept: dict[int, SequenceState] = {}  # the snapshots, by position
+        self.reused = 0  #: tokens that were taken from a snapshot when it last began or went back
 
     # ---- what it holds ----
 
@@ -64,8 +73,8 @@ class Session:
     @property
     def state(self) -> SequenceState:
         """What the model remembers; raises ``SessionError`` once closed."""
-        if self._state is None:
-            raise SessionError("This session is closed.", "Open one with engine.session().")
+        self._check_open()
+        assert self._state is not None
         return self._state
 
     def waiting(self) -> list[int]:
@@ -76,6 +85,16 @@ class Session:
     def decoding(self) -> bool:
         """Whether the waiting tokens are exactly one that was sampled."""
         return self._sampled == 1 and len(self._tokens) - self.state.position == 1
+
+    @property
+    def sampled(self) -> int:
+        """1 if the last token was sampled and is not computed yet, else 0."""
+        return self._sampled if self.waiting() else 0
+
+    @property
+    def known_logits(self) -> npt.NDArray[np.float32] | None:
+        """The logits after the last computed token; None before anything was computed."""
+        return self._logits
 
     # ---- what it does ----
 
@@ -144,9 +163,9 @@ class Session:
         """Back to ``snapshot``, which stays usable.  Also the way out of a lost state."""
         if snapshot.state.spec is not self.engine.spec:
             raise SessionError("This snapshot is of another engine.", "Take one of this session.")
-        _ = self.state  # a closed session stays closed
-        self._state = None  # freed before its replacement is made
-        self._state = self.engine.copied(snapshot.state)
+        self._check_open()
+        self._forget_marks()
+        self._replace(partial(self.engine.copied, snapshot.state))
         self._tokens = list(snapshot.tokens)
         self._sampled, self._logits = snapshot.sampled, snapshot.logits
 
@@ -154,15 +173,155 @@ class Session:
         """An independent session with the same past; full latent blocks are shared."""
         other = Session(self.engine, self.engine.copied(self.state))
         other._tokens, other._sampled = list(self._tokens), self._sampled
-        other._logits = self._logits
+        other._logits, other._saved = self._logits, self._saved
         return other
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write everything to the folder ``path``; ``Engine.load_session`` goes on from there.
+
+        Returns the bytes written: a later save into the same folder writes what is new, the open
+        chunk and the KDA state.  Until it is complete, the folder holds the save before it.
+        Raises ``UsageError`` for a folder of something else, ``SessionError`` if it cannot be
+        written; the session goes on either way.
+        """
+        self._saved, written = save(self, path, self._saved)
+        return written
+
+    def restore(
+        self, tokens: Sequence[int], sampled: int, logits: npt.NDArray[np.float32] | None,
+        saved: Saved,
+    ) -> None:  # fmt: skip
+        """Called by what has read the state from ``saved``: the rest of it."""
+        self._tokens, self._sampled, self._saved = list(tokens), sampled, saved
+        if logits is not None:
+            self.keep_logits(logits)
 
     def reset(self) -> None:
         """Forget everything, as if opened anew."""
-        _ = self.state  # a closed session stays closed
-        self._state = None  # freed before its replacement is made
-        self._state = self.engine.new_state()
-        self._tokens, self._sampled, self._logits = [], 0, None
+        self._check_open()
+        self._forget_marks()
+        self._replace(self.engine.new_state)
+        self._tokens, self._sampled = [], 0
+
+    def _check_open(self) -> None:
+        if self._state is None:
+            raise SessionError("This session is closed.", "Open one with engine.session().")
+
+    def _replace(self, make: Callable[[], SequenceState]) -> None:
+        """Take another state, which may need the room of this one, so nobody may hold on to it.  An
+        error of ``make`` leaves the session at its beginning."""
+        failed: K3Error | None = None
+        self._state, self._logits = None, None
+        try:
+            self._state = make()
+        except K3Error as error:
+            failed = error.with_traceback(None)  # its frames hold what was begun
+        if failed is not None:
+            self._state = self.engine.new_state()
+            raise failed
+
+    def _forget_marks(self) -> None:
+        self._wanted, self._kept, self.reused = set(), {}, 0
+
+    # ---- going back ----
+
+    def mark(self, position: int) -> None:
+        """Keep a snapshot when the prompt passes ``position`` (rounded down to a multiple of 64),
+        for ``truncate`` and ``sync`` to go back to.  It counts as a sequence state of its own; if
+        that has no room, a warning says so.  Forks have no marks.
+
+        Raises ``UsageError`` if the session is past there, or not prefilled from nothing.
+        """
+        position = operator.index(position) // KDA_CHUNK * KDA_CHUNK
+        if position <= self.position or not self.cold:
+            raise UsageError(
+                f"There can be no snapshot after {position} tokens: {self.position} are computed.",
+                "Mark a position of the prompt before it is computed, a multiple of 64.",
+            )
+        self._wanted.add(position)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from number ``length`` on.
+
+        What is behind the longest snapshot before them is computed anew, as a prompt, when it is
+        needed: the bits are those of a session that was never longer.
+        """
+        length = operator.index(length)
+        if not 0 <= length <= self.length:
+            raise UsageError(
+                f"There is no token {length} to go back to.", f"Give 0 to {self.length}."
+            )
+        if self.state.broken is not None or length < self.position:
+            self._go_back(length)
+        if length < self.length:
+            del self._tokens[length:]
+            self._sampled = 0
+
+    def sync(self, tokens: Sequence[int]) -> int:
+        """Make ``tokens`` the timeline, keeping what is computed as far as they agree with it.
+
+        Returns how many of them need not be computed.  A session that is only continued goes on
+        from where it is, decoded tokens included, as with ``append``.
+        """
+        ids = self._ids(tokens)
+        same = 0
+        for old, new in zip(self._tokens, ids, strict=False):
+            if old != new:
+                break
+            same += 1
+        self.truncate(same)
+        self.append(ids[same:])
+        return self.position
+
+    def _go_back(self, length: int) -> None:
+        """To the longest snapshot that leaves a token of ``length`` to compute."""
+        self._kept = {p: kept for p, kept in self._kept.items() if p < length}
+        self._wanted = {position for position in self._wanted if position < length}
+        self._sampled = self.reused = 0
+        kept = self._kept[max(self._kept)] if self._kept else None
+        self._replace(partial(self.engine.new_state, kept))
+        self.reused = self.position
+
+    def go_on(self, make: Callable[[], SequenceState]) -> None:
+        """Called by who can ``make`` a state after some of the tokens, further than this one is.
+        An error of it leaves the session at its beginning."""
+        self.reused = 0
+        self._replace(make)
+        self.reused = self.position
+
+    def know_last(self) -> None:
+        """Called by the engine before a sweep: where all is computed but the last logits are not
+        known, go back so far that the last token is computed again."""
+        if self._logits is None and not self.waiting():
+            self._go_back(self.length)
+
+    @property
+    def cold(self) -> bool:
+        """Whether a prompt may go on from here with the bits of one prefilled from nothing."""
+        return self.state.cold and self.position % KDA_CHUNK == 0 and not self.sampled
+
+    def prepare(self, count: int) -> None:
+        """Called by the engine before it computes ``count`` more tokens."""
+        if self._wanted and self.cold:
+            for position in sorted(self._wanted):
+                if self.position < position <= self.position + count:
+                    with self._without(position):
+                        snapshot = self.engine.new_state()
+                        self.state.mark(position, snapshot, partial(self._keep, position))
+
+    def _keep(self, position: int, snapshot: SequenceState) -> None:
+        with self._without(position):
+            snapshot.take_latents(self.state, position)
+            self._kept[position] = snapshot
+
+    @contextmanager
+    def _without(self, position: int) -> Iterator[None]:
+        """A snapshot that has no room is not taken: going back costs more, and nothing changes."""
+        try:
+            yield
+        except (DoesNotFit, ScratchError) as error:
+            self._wanted.discard(position)
+            self.engine.warn(f"No snapshot is kept after {position:,} tokens: {error.problem}")
 
     def keep_logits(self, row: npt.NDArray[np.float32]) -> None:
         """Called by the engine with the logits after the last computed token, [vocab]."""
@@ -178,6 +337,7 @@ class Session:
         """Give the state's memory back.  Closing twice is fine."""
         self._state = None
         self._logits = None
+        self._forget_marks()
 
     def __enter__(self) -> Session:
         return self

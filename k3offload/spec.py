@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from . import inventory
 from .config_fields import read_json
+from .errors import UsageError
 from .inventory import TensorSpec, VisionSpec
 
 Precision = Literal["bfloat16", "int8", "mxfp4"]
@@ -231,6 +232,15 @@ class ModelSpec:
         matrix = kda.heads * kda.head_dim * kda.head_dim * 4
         tails = 3 * kda.width * (kda.conv - 1) * conv_itemsize
         return len(self.kda_layers) * (matrix + tails)
+
+    def check_context(self, prompt: int, more: int = 0) -> None:
+        """Raise ``UsageError`` if ``prompt`` tokens and ``more`` behind them are too many."""
+        if prompt + more > self.context:
+            wanted = f"{prompt:,} tokens" + (f" of prompt and {more:,} more" if more else "")
+            raise UsageError(
+                f"{wanted} exceed the model's context of {self.context:,}.",
+                "Shorten the prompt or ask for fewer tokens." if more else "Give fewer tokens.",
+            )
 
     def latent_bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes of MLA latents per token, all layers."""

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from .config import LATENT_BLOCK
+from .kernels.latent_format import LatentFormat
+from .kernels.latents_reference import kept
+from .latents import Home, HomeOf, Ledger
 from .scheduler.plan import Plan
 from .spec import ModelSpec
-from .state import Home, HomeOf, Ledger
 from .tiers.base import Buffer
 from .tiers.scratch import Scratch
 from .tiers.spill import Spill
@@ -21,7 +23,7 @@ from .tiers.spill_files import Layout
 from .tiers.spill_room import room_for
 from .tiers.tier_disk import DiskTier
 
-ITEM = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+ITEM = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.uint8: "packed"}
 
 
 def as_block(dtype: torch.dtype, width: int) -> Callable[[Buffer], torch.Tensor]:
@@ -31,7 +33,8 @@ def as_block(dtype: torch.dtype, width: int) -> Callable[[Buffer], torch.Tensor]
 
 class Spilling:
     """The scratch folder in ``place`` (the usual one if None), and the memory that ``plan`` has for
-    what goes there: ``latents``, ``summaries``, None where all of them stay in RAM.
+    what goes there: ``latents``, ``summaries``, None where all of them stay in RAM.  ``packed``:
+    the precision that latents are kept in, if it is not ``dtype``.
 
     Raises ``UsageError`` if the folder cannot be used.
     """
@@ -44,22 +47,24 @@ class Spilling:
         place: Path | None,
         disk: DiskTier,
         warn: Callable[[str], None],
+        packed: str | None = None,
     ) -> None:
         self.scratch = Scratch(place, warn)
 
-        def spill(width: int, size: int, tile: int = 1) -> Spill[torch.Tensor]:
-            layout = Layout(width, dtype.itemsize, ITEM[dtype])
+        def spill(width: int, kind: torch.dtype, size: int, tile: int = 1) -> Spill[torch.Tensor]:
+            layout = Layout(width, kind.itemsize, ITEM[kind])
             room = room_for(size, layout.block, tile)
             assert room is not None, (size, layout)
-            return Spill(self.scratch, disk, layout, room, as_block(dtype, width))
+            return Spill(self.scratch, disk, layout, room, as_block(kind, width))
 
         self.latents = self.summaries = None
         if plan.latents is not None:
-            self.latents = spill(spec.mla.latent, plan.latents)
+            form = LatentFormat(spec.mla.kv_lora, spec.mla.rope, dtype.itemsize, packed)
+            self.latents = spill(*kept(form, dtype), plan.latents)
         if plan.summaries is not None:
             assert spec.attnres_block is not None
             tile = -(-len(spec.layers) // spec.attnres_block)
-            self.summaries = spill(spec.hidden, plan.summaries, tile)
+            self.summaries = spill(spec.hidden, dtype, plan.summaries, tile)
 
     def homes(self, ledger: Ledger) -> HomeOf:
         """Where each layer's state lives."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,20 +39,37 @@ class _Later(threading.local):
 _later = _Later()
 
 
-@contextmanager
-def put_off() -> Iterator[None]:
-    """Calls from this thread wait for `finish`, or for the end of the block."""
-    assert _later.calls is None
-    _later.calls = []
-    try:
-        yield
-        finish()
-    finally:
-        _later.calls = None
+class PutOff:
+    """Calls from this thread inside the block wait for `finish`, or for its end; an error drops
+    them.  With ``wait`` false they are made at once, whatever an interrupt may have left behind: no
+    generator, whose end would come whenever and wherever it is collected."""
+
+    def __init__(self, wait: bool = True) -> None:
+        self._wait = wait
+
+    def __enter__(self) -> None:
+        _later.calls = [] if self._wait else None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                finish()
+        finally:
+            _later.calls = None
+
+
+def waiting() -> bool:
+    """Whether calls of this thread were put off."""
+    return bool(_later.calls)
 
 
 def finish() -> None:
-    """Make the calls of this thread that were put off."""
+    """Make the calls of this thread that were put off.  An error drops those behind it."""
     calls = _later.calls
     if not calls:
         return

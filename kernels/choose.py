@@ -18,10 +18,11 @@ from ..registry import implementation, names
 from . import c_function, mixer, mixer_native, native, residual, residual_native
 from .experts_reference import Job
 from .glu_reference import Activation
+from .latent_format import DECODE_ROOM, DEVICE_ROOM, PROMPT_ROOM, LatentFormat
 from .linear_reference import Bundle, Weight
 from .mixer import MixerRows, MixerWeights
 from .mla_prefill_reference import Query
-from .pieces import Pieces
+from .pieces import Pieces, unpacked
 from .transfer import fetched, sent
 from .triton_run import interpreted, one_at_a_time
 from .workers import Workers
@@ -39,6 +40,7 @@ OPS: Mapping[str, tuple[str, ...]] = {
     "kda": ("kda_step", "kda_chunk"),
     "mla_decode": ("mla_decode",),
     "mla_prefill": ("mla_prefill",),
+    "latents": ("unpack",),
 }
 ROW_BY_ROW = ("rms_norm", "attnres", "short_conv", "kda_gate", "l2_norm", "gated_norm")
 MIXED = ("short_conv", "kda_gate", "kda")  #: what `mixer` is put together from
@@ -121,14 +123,25 @@ class Kernels:
         return nullcontext() if self.isa is None else native.using(self.isa)
 
     def put_off(self, rows: int) -> AbstractContextManager[None]:
-        """Calls inside the block, of ``rows`` decode rows, may wait for `finish`."""
-        may = self._all_native and rows <= FEW_ROWS
-        return c_function.put_off() if may else nullcontext()
+        """Calls inside the block, of ``rows`` decode rows and no others, may wait for `finish`."""
+        return c_function.PutOff(self._all_native and 0 < rows <= FEW_ROWS)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything was put off."""
+        return c_function.waiting()
 
     def finish(self) -> None:
         """Compute what was put off: before anything but an operator of these reads a result, and
         before weights or pages that it was given may go."""
         c_function.finish()
+
+    def dense(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` as contiguous memory: how a row lies is part of its bits."""
+        if x.is_contiguous():
+            return x
+        self.finish()
+        return x.contiguous()
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows one after the other."""
@@ -233,6 +246,18 @@ class Kernels:
         """A KDA layer between its projections; ``tails`` and ``state`` move on."""
         y: torch.Tensor = self._f["mixer"](rows, tails, state, w, decode, self.workers)
         return y
+
+    def unpacked(
+        self, pieces: Pieces, length: int, form: LatentFormat, dtype: torch.dtype, decode: bool
+    ) -> Pieces:
+        """``pieces`` of latents that are kept as ``form`` says, as ``mla_decode`` or (not
+        ``decode``) ``mla_prefill`` take them: blocks [256, kv_lora + rope] of ``dtype``."""
+        if form.precision is None:
+            return pieces
+        room = DECODE_ROOM if decode else PROMPT_ROOM
+        most = form.at_once(room if self._where.type == "cpu" else DEVICE_ROOM)
+        unpack = partial(self._f["unpack"], workers=self.workers)
+        return unpacked(pieces, length, form, most, (dtype, self._where), unpack)
 
     def mla_decode(
         self,

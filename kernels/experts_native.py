@@ -44,7 +44,6 @@ def experts(
     assert out.shape == (count, width) and out.dtype == x.dtype and out.is_contiguous()
     if not count:
         return out
-
     assert not rows or 0 <= min(rows) <= max(rows) < total, (min(rows), max(rows), total)
     fields = array("q")  # JOB_FIELDS of native/api_linear.cpp
     row_at, out_at = rows.buffer_info()[0], out.data_ptr()
@@ -59,6 +58,6 @@ def experts(
     _experts(
         native.pool(workers), dtype_of(x), x, total, k, fields.buffer_info()[0],
         len(jobs), ACTIVATIONS[act.name], act.beta, act.linear_beta or 0.0, decode,
-        also=(fields, rows, out),
+        also=(fields, rows, out, jobs),
     )  # fmt: skip
     return out

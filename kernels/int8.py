@@ -16,8 +16,8 @@ GROUP = 64  #: columns that share a scale
 
 
 def decode(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The definition: ``q`` [N, K] int8, ``scale`` [N, K/64] -> [N, K] float32."""
-    return q.float() * scale.float().repeat_interleave(GROUP, dim=1)
+    """The definition: ``q`` [N, K], ``scale`` [N, K/64, rounded up] -> [N, K] float32."""
+    return q.float() * scale.float().repeat_interleave(GROUP, dim=1)[:, : q.shape[1]]
 
 
 class Int8Weight:

@@ -3,8 +3,10 @@
 Definition: ``kda_reference``.  A program keeps the state [dk, dv] of its head, in a chunk some
 columns of it, in registers: it is read once and written once however many tokens there are.
 
-A chunk is walked in sub-blocks of 16 tokens, each of which moves the state on.  Inside one, with
-G the running sum of g from the sub-block's first token and b the strengths,
+A chunk is walked in sub-blocks of 16 tokens, each of which moves the state on.  What their tokens
+are to one another does not ask for the state, so a first launch computes it for all of them at a
+time, and the second only walks: both at once need more registers than a thread has.  Inside a
+sub-block, with G the running sum of g from the sub-block's first token and b the strengths,
     u_s = v_s - S^T(e^{G_s} k_s) - sum_{r<s} <k_s e^{G_s-G_r} k_r> b_r u_r
     o_s = S^T(e^{G_s} q_s) + sum_{r<=s} <q_s e^{G_s-G_r} k_r> b_r u_r
     S <- e^{G_last} S + sum_r e^{G_last-G_r} k_r b_r u_r^T
@@ -15,6 +17,8 @@ a sum of the g between, so that none is positive and none is the difference of l
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,9 +28,11 @@ from .triton_run import FUSION, Compiled, Sizes, upcast
 from .workers import Workers
 
 STEP_OPTIONS = {"num_warps": 8, **FUSION}
-CHUNK_OPTIONS = {"num_warps": 4, "num_stages": 1, **FUSION}
+PREPARE_OPTIONS = {"num_warps": 2, "num_stages": 1, **FUSION}
+WALK_OPTIONS = {"num_warps": 8, "num_stages": 1, **FUSION}
 LEAST = 16  #: channels of a tile at least: what a product of tiles takes
-COLUMNS = 32  #: of a state in a program that walks a chunk; never meet, so it changes no bit
+PART = 32  #: channels whose products are summed before those of the next ones
+COLUMNS = 64  #: of a state in a program that walks a chunk; never meet, so it changes no bit
 
 
 def precision() -> str:
@@ -87,78 +93,137 @@ def sums(some, g, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def pairs(q, k, g, strengths, SUB: tl.constexpr, PRECISION: tl.constexpr):
-    """What tokens of a sub-block do to one another.
-
-    Returns the inverse of the system and <q_s e^{G_s-G_r} k_r> for r <= s, each [SUB, SUB].
-    """
-    s, r = tl.arange(0, SUB)[:, None], tl.arange(0, SUB)[None, :]
-    inverse = tl.where(s == r, 1.0, 0.0)
-    queried = tl.where(s == r, tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0)
-    size = 1  # of the halves; each round joins two that are done
-    while size < SUB:
-        middle = s // (2 * size) * (2 * size) + size  # the second half's first token
-        later = s >= middle
-        # the second half decays since the middle began, the first half until it begins
-        between = tl.where(later, (r >= middle) & (r <= s), (r > s) & (r < middle))
-        decay = sums(between, g, PRECISION)
-        keys = tl.trans(k * decay)
-        cross = later & (r >= middle - size) & (r < middle)
-        by_key = tl.dot(k * decay, keys, input_precision=PRECISION) * strengths[None, :]
-        by_query = tl.dot(q * decay, keys, input_precision=PRECISION)
-        queried = tl.where(cross, by_query, queried)
-        joined = tl.dot(tl.where(cross, by_key, 0.0), inverse, input_precision=PRECISION)
-        inverse = inverse - tl.dot(inverse, joined, input_precision=PRECISION)
-        size *= 2
-    return inverse, queried
+def halves(s, r, size):
+    """Round by round, two halves of ``size`` tokens become one: the first token of the second half
+    of ``s``'s pair, and where ``s`` is of the second and ``r`` of the first half."""
+    middle = s // (2 * size) * (2 * size) + size
+    return middle, (s >= middle) & (r >= middle - size) & (r < middle)
 
 
 @triton.jit
-def sub_block(S, q, k, v, g, strengths, SUB: tl.constexpr, PRECISION: tl.constexpr):
-    """SUB tokens for the state ``S`` [D, V] -> S, o [SUB, V].
-
-    ``q, k, g`` [SUB, D], ``v`` [SUB, V], ``strengths`` [SUB]: zero for tokens that are not there.
-    """
-    inverse, queried = pairs(q, k, g, strengths, SUB, PRECISION)
+def pairs(q, k, g, by_key, by_query, SUB: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds what some channels ``q, k, g`` [SUB, PART] of a sub-block's tokens are to one another:
+    <k_s e^{G_s-G_r} k_r> for r < s, <q_s e^{G_s-G_r} k_r> for r <= s, [SUB, SUB]."""
     s, r = tl.arange(0, SUB)[:, None], tl.arange(0, SUB)[None, :]
-    since = sums(r <= s, g, PRECISION)
-    error = v - tl.dot(k * since, S, input_precision=PRECISION)
-    u = tl.dot(inverse, error, input_precision=PRECISION) * strengths[:, None]
-    o = tl.dot(q * since, S, input_precision=PRECISION)
-    o = o + tl.dot(queried, u, input_precision=PRECISION)
-    carried = tl.trans(k * sums(r > s, g, PRECISION))
-    S = S * tl.exp(tl.sum(g, axis=0))[:, None]
-    return S + tl.dot(carried, u, input_precision=PRECISION), o
+    own = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    by_query += tl.where(s == r, own, 0.0)
+    size = 1
+    while size < SUB:
+        middle, cross = halves(s, r, size)
+        # the second half decays since the middle began, the first half until it begins
+        later = (r >= middle) & (r <= s)
+        decay = sums(tl.where(s >= middle, later, (r > s) & (r < middle)), g, PRECISION)
+        key, query = k * decay, q * decay
+        keys = tl.trans(key)
+        by_key += tl.where(cross, tl.dot(key, keys, input_precision=PRECISION), 0.0)
+        by_query += tl.where(cross, tl.dot(query, keys, input_precision=PRECISION), 0.0)
+        size *= 2
+    return by_key, by_query
+
+
+@triton.jit
+def inverted(system, SUB: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of 1 + ``system``, of which the numbers below the diagonal count."""
+    s, r = tl.arange(0, SUB)[:, None], tl.arange(0, SUB)[None, :]
+    inverse = tl.where(s == r, 1.0, 0.0)
+    size = 1
+    while size < SUB:
+        _, cross = halves(s, r, size)
+        joined = tl.dot(tl.where(cross, system, 0.0), inverse, input_precision=PRECISION)
+        inverse = inverse - tl.dot(inverse, joined, input_precision=PRECISION)
+        size *= 2
+    return inverse
+
+
+@triton.jit
+def tiles_of(q, k, g, first, line, alive, DK: tl.constexpr, PART: tl.constexpr):
+    """PART channels of some tokens from ``first`` on, where they lie, and which exist."""
+    i = first + tl.arange(0, PART)
+    at, mask = line * DK + i[None, :], alive & (i < DK)[None, :]
+    keys, queries = tl.load(k + at, mask=mask, other=0.0), tl.load(q + at, mask=mask, other=0.0)
+    return queries, keys, tl.load(g + at, mask=mask, other=0.0), at, mask
+
+
+@triton.jit(do_not_specialize=["rows", "channels"])
+def kda_prepare_kernel(
+    q, k, g, beta, decayed, systems, ends, rows, heads, channels, DK: tl.constexpr,
+    PART: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the tokens of one sub-block and one head are to one another, and how they decay.
+
+    ``channels`` is DK, as a number that the compiler does not know: it would unroll the loops and
+    run out of registers.  One loop for both purposes would, too.
+    """
+    block, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, SUB)
+    token = block * SUB + row
+    alive, line = (token < rows)[:, None], token[:, None] * heads + head
+    by_key, by_query = tl.zeros([SUB, SUB], tl.float32), tl.zeros([SUB, SUB], tl.float32)
+    for first in range(0, channels, PART):
+        queries, keys, decay, _, _ = tiles_of(q, k, g, first, line, alive, DK, PART)
+        by_key, by_query = pairs(queries, keys, decay, by_key, by_query, SUB, PRECISION)
+    s, r = row[:, None], row[None, :]
+    every = rows.to(tl.int64) * heads * DK
+    for first in range(0, channels, PART):
+        queries, keys, decay, at, mask = tiles_of(q, k, g, first, line, alive, DK, PART)
+        since, until = sums(r <= s, decay, PRECISION), sums(r > s, decay, PRECISION)
+        tl.store(decayed + at, keys * since, mask=mask)
+        tl.store(decayed + every + at, queries * since, mask=mask)
+        tl.store(decayed + 2 * every + at, keys * until, mask=mask)
+        i = first + tl.arange(0, PART)
+        end = ends + (block * heads + head) * DK + i
+        tl.store(end, tl.exp(tl.sum(decay, axis=0)), mask=i < DK)
+    strengths = tl.load(beta + token * heads + head, mask=token < rows, other=0.0)
+    inverse = inverted(by_key * strengths[None, :], SUB, PRECISION)
+    cell = systems + (block * heads + head) * (2 * SUB * SUB) + s * SUB + r
+    tl.store(cell, inverse * strengths[:, None])
+    tl.store(cell + SUB * SUB, by_query)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def kda_chunk_kernel(
-    q, k, v, g, beta, state, out, rows, heads, DK: tl.constexpr, DV: tl.constexpr, D: tl.constexpr,
-    V: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
+def kda_walk_kernel(
+    v, decayed, systems, ends, state, out, rows, heads, DK: tl.constexpr, DV: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, V: tl.constexpr, SUB: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head, i = tl.program_id(0).to(tl.int64), tl.arange(0, D)
-    j = tl.program_id(1) * V + tl.arange(0, V)
-    row, values = tl.arange(0, SUB), j < DV
-    cells = cells_of(state, head, i, j, DK, DV)
-    kept = (i < DK)[:, None] & values[None, :]
-    S = tl.load(cells, mask=kept, other=0.0)
+    """V columns of a head's state, held as PARTS tiles of PART channels each, so that a product
+    takes few registers at a time, through all sub-blocks of a chunk."""
+    head, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * V + tl.arange(0, V)
+    row, part, values = tl.arange(0, SUB), tl.arange(0, PART), (j < DV)[None, :]
+    s, r, S = row[:, None], row[None, :], ()
+    for p in tl.static_range(PARTS):
+        i = p * PART + part
+        cells = cells_of(state, head, i, j, DK, DV)
+        tile = tl.load(cells, mask=(i < DK)[:, None] & values, other=0.0)
+        S = S + (tile,)  # type: ignore[assignment]  # a tuple that grows while compiling
+    every = rows.to(tl.int64) * heads * DK
     for first in range(0, rows, SUB):
-        token = first + row
-        alive = (token < rows)[:, None]
-        line = token[:, None] * heads + head
-        key, place = line * DK + i[None, :], line * DV + j[None, :]
-        S, o = sub_block(
-            S,
-            tl.load(q + key, mask=alive & (i < DK)[None, :], other=0.0),
-            tl.load(k + key, mask=alive & (i < DK)[None, :], other=0.0),
-            tl.load(v + place, mask=alive & values[None, :], other=0.0),
-            tl.load(g + key, mask=alive & (i < DK)[None, :], other=0.0),
-            tl.load(beta + token * heads + head, mask=token < rows, other=0.0),
-            SUB,
-            PRECISION,
-        )
-        tl.store(out + place, o, mask=alive & values[None, :])
-    tl.store(cells, S, mask=kept)
+        token, block = first + row, (first // SUB) * heads + head
+        alive, line = (token < rows)[:, None], token[:, None] * heads + head
+        place, cell = line * DV + j[None, :], systems + block * (2 * SUB * SUB) + s * SUB + r
+        error = tl.load(v + place, mask=alive & values, other=0.0)
+        o = tl.zeros([SUB, V], tl.float32)
+        for p in tl.static_range(PARTS):
+            i = p * PART + part
+            at, mask = decayed + line * DK + i[None, :], alive & (i < DK)[None, :]
+            keys = tl.load(at, mask=mask, other=0.0)
+            error -= tl.dot(keys, S[p], input_precision=PRECISION)
+            queries = tl.load(at + every, mask=mask, other=0.0)
+            o += tl.dot(queries, S[p], input_precision=PRECISION)
+        u = tl.dot(tl.load(cell), error, input_precision=PRECISION)
+        o += tl.dot(tl.load(cell + SUB * SUB), u, input_precision=PRECISION)
+        tl.store(out + place, o, mask=alive & values)
+        moved = ()
+        for p in tl.static_range(PARTS):
+            i = p * PART + part
+            at = decayed + 2 * every + line * DK + i[None, :]
+            keys = tl.load(at, mask=alive & (i < DK)[None, :], other=0.0)
+            end = tl.load(ends + block * DK + i, mask=i < DK, other=0.0)
+            tile = S[p] * end[:, None] + tl.dot(tl.trans(keys), u, input_precision=PRECISION)
+            moved = moved + (tile,)  # type: ignore[assignment]
+        S = moved
+    for p in tl.static_range(PARTS):
+        i = p * PART + part
+        tl.store(cells_of(state, head, i, j, DK, DV), S[p], mask=(i < DK)[:, None] & values)
 
 
 def kda_step(
@@ -196,25 +261,42 @@ def kda_chunk(
     """One chunk of n <= 64 tokens: ``q, k, g`` [n, h, dk], ``v`` [n, h, dv], ``beta`` [n, h], all
     float32.  Changes ``state`` [h, dk, dv] in place; returns o [n, h, dv]."""
     heads, dk, dv = state.shape
+    rows, blocks, part = q.shape[0], triton.cdiv(q.shape[0], SUB_BLOCK), min(PART, padded(dk))
     assert state.is_contiguous() and (dv % 4 or state.data_ptr() % 16 == 0)
-    out = torch.empty(q.shape[0], heads, dv, device=v.device)
+    out = torch.empty(rows, heads, dv, device=v.device)
+    decayed = torch.empty(3, rows, heads, dk, device=v.device)
+    systems = torch.empty(blocks, heads, 2, SUB_BLOCK, SUB_BLOCK, device=v.device)
+    ends = torch.empty(blocks, heads, dk, device=v.device)
+    kda_prepare_kernel[(blocks, heads)](
+        q.contiguous(), k.contiguous(), g.contiguous(), beta.contiguous(), decayed, systems, ends,
+        rows, heads, dk, dk, part, SUB_BLOCK, precision(), **PREPARE_OPTIONS,
+    )  # fmt: skip
     columns = min(COLUMNS, padded(dv))
-    kda_chunk_kernel[(heads, triton.cdiv(dv, columns))](
-        q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(), state,
-        out, q.shape[0], heads, dk, dv, padded(dk), columns, SUB_BLOCK, precision(),
-        **CHUNK_OPTIONS,
+    kda_walk_kernel[(heads, triton.cdiv(dv, columns))](
+        v.contiguous(), decayed, systems, ends, state, out, rows, heads, dk, dv,
+        padded(dk) // part, part, columns, SUB_BLOCK, precision(), **WALK_OPTIONS,
     )  # fmt: skip
     return out
 
 
 def compiled(sizes: Sizes) -> list[Compiled]:
     """The launches at a model's sizes."""
-    d = sizes.kda_dim
-    dims = {"DK": d, "DV": d, "D": padded(d), "V": padded(d)}
+    d, part = sizes.kda_dim, min(PART, padded(sizes.kda_dim))
     step = dict.fromkeys(("q", "k", "v", "g", "beta", "state", "out"), "*fp32")
-    chunk = {**step, "rows": "i32", "heads": "i32"}
-    tiles = {**dims, "V": min(COLUMNS, padded(d)), "SUB": SUB_BLOCK, "PRECISION": "tf32x3"}
+    dims = {"DK": d, "DV": d, "D": padded(d), "V": padded(d)}
+    columns = min(COLUMNS, padded(d))
+    tiles = {"DK": d, "PART": part, "SUB": SUB_BLOCK, "PRECISION": "tf32x3"}
+    walk = {**tiles, "DV": d, "PARTS": padded(d) // part, "V": columns}
+
+    def launch(name: str, kernel: Any, constants: dict[str, Any], warps: int) -> Compiled:
+        names = [n for n in kernel.arg_names if not n.isupper()]
+        numbers = ("rows", "heads", "channels")
+        signature = {n: "i32" if n in numbers else "*fp32" for n in names}
+        aligned = tuple(n for n in names if n not in numbers)
+        return Compiled(name, kernel, signature, constants, warps, 1, aligned=aligned)
+
     return [
         Compiled("kda_step", kda_step_kernel, step, dims, 8, 1, True),
-        Compiled("kda_chunk", kda_chunk_kernel, chunk, tiles, 4, 1),
+        launch("kda_prepare", kda_prepare_kernel, tiles, 2),
+        launch("kda_walk", kda_walk_kernel, walk, 8),
     ]

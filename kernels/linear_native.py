@@ -74,7 +74,10 @@ def linear(
     assert x.shape[1] == k, (x.shape, weight.shape)
     fields, x = _fields(weight, (weight,)), dense(x)
     out = torch.empty(rows, n, dtype=result or x.dtype)
-    _linear(native.pool(workers), dtype_of(x), dtype_of(out), x, rows, k, fields, 1, out, decode)
+    _linear(
+        native.pool(workers), dtype_of(x), dtype_of(out), x, rows, k, fields, 1, out, decode,
+        also=weight,
+    )  # fmt: skip
     return out
 
 
@@ -90,7 +93,7 @@ def linears(
     out = torch.empty(rows * sum(sizes), dtype=x.dtype)
     _linear(
         native.pool(workers), dtype_of(x), dtype_of(x), x, rows, k, fields, len(weights), out,
-        decode,
+        decode, also=weights,
     )  # fmt: skip
     if rows == 1:
         return list(torch.split_with_sizes(out.view(1, -1), sizes, 1))

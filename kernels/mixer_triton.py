@@ -1,4 +1,5 @@
-"""mixer on a GPU: all of a KDA layer between its projections, in one launch of a program a head.
+"""mixer on a GPU: all of a KDA layer between its projections.  One launch for a token; for rows of
+a prompt one before ``kda_chunk`` and one behind it.
 
 The same steps in the same order as short_conv, l2_norm, kda_gate, kda and gated_norm alone.  A
 program owns its head's channels of the three tails and its state, so both move on in place.  All
@@ -14,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..config import KDA_CHUNK, SUB_BLOCK
+from ..config import KDA_CHUNK
 from .kda_gate_triton import (
     OPTIONS,
     ROWS,
@@ -24,16 +25,7 @@ from .kda_gate_triton import (
     tile_of,
     unit,
 )
-from .kda_triton import (
-    CHUNK_OPTIONS,
-    COLUMNS,
-    STEP_OPTIONS,
-    cells_of,
-    delta,
-    padded,
-    precision,
-    sub_block,
-)
+from .kda_triton import STEP_OPTIONS, cells_of, delta, kda_chunk, padded
 from .mixer import UNIT_EPS, MixerRows, MixerWeights
 from .short_conv_triton import convolved, input_at
 from .triton_round import narrow, rounded
@@ -97,34 +89,28 @@ def decode_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def prompt_kernel(
-    xq, xk, xv, tail_q, tail_k, tail_v, conv_q, conv_k, conv_v, raw, beta, a_log, dt_bias, state,
-    attended, rows, heads, wide, lower, scale, unit_eps, TAPS: tl.constexpr, BOUNDED: tl.constexpr,
-    DIM: tl.constexpr, D: tl.constexpr, V: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr,
+def inputs_kernel(
+    xq, xk, xv, tail_q, tail_k, tail_v, conv_q, conv_k, conv_v, raw, beta, a_log, dt_bias, mixed,
+    strengths, rows, heads, wide, lower, scale, unit_eps, TAPS: tl.constexpr,
+    BOUNDED: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Up to a chunk of tokens for V columns of a state -> ``attended`` [n, h*d]."""
-    head, i, row = tl.program_id(0).to(tl.int64), tl.arange(0, D), tl.arange(0, SUB)
-    j = tl.program_id(1) * V + tl.arange(0, V)
-    inside, channel, value = i < DIM, head * DIM + i, head * DIM + j
-    cells = cells_of(state, head, i, j, DIM, DIM)
-    S = tl.load(cells, mask=inside[:, None] & (j < DIM)[None, :], other=0.0)
-    rate = tl.exp(tl.load(a_log + head))
-    bias = tl.load(dt_bias + channel, mask=inside, other=0.0)
-    for first in range(0, rows, SUB):
-        token = first + row.to(tl.int64)
-        t, alive = token[:, None], (token < rows)[:, None]
-        c, mask = channel[None, :], alive & inside[None, :]
-        z = tl.load(raw + t * wide + c, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
-        g = tl.where(mask, log_decay(z, rate, lower, BOUNDED), 0.0)
-        q = unit(convolved(xq, tail_q, conv_q, t, c, mask, wide, TAPS), unit_eps, 1) * scale
-        k = unit(convolved(xk, tail_k, conv_k, t, c, mask, wide, TAPS), unit_eps, 1)
-        mask = alive & (j < DIM)[None, :]
-        v = convolved(xv, tail_v, conv_v, t, value[None, :], mask, wide, TAPS)
-        logits = tl.load(beta + token * heads + head, mask=token < rows, other=0.0)
-        strengths = tl.where(token < rows, sigmoid(logits.to(tl.float32)), 0.0)
-        S, o = sub_block(S, q, k, v, g, strengths, SUB, PRECISION)
-        tl.store(attended + t * wide + value[None, :], o, mask=mask)
-    tl.store(cells, S, mask=inside[:, None] & (j < DIM)[None, :])
+    """What ``kda_chunk`` is given for some rows of a head: q, k, v and g, one after the other in
+    ``mixed``, and ``strengths``."""
+    head, i, at, mask = tile_of(rows, heads, DIM, D, ROWS)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel, every = head * DIM + i, rows.to(tl.int64) * wide
+    q = convolved(xq, tail_q, conv_q, t[:, None], channel, mask, wide, TAPS)
+    tl.store(mixed + at, unit(q, unit_eps, 1) * scale, mask=mask)
+    k = convolved(xk, tail_k, conv_k, t[:, None], channel, mask, wide, TAPS)
+    tl.store(mixed + every + at, unit(k, unit_eps, 1), mask=mask)
+    v = convolved(xv, tail_v, conv_v, t[:, None], channel, mask, wide, TAPS)
+    tl.store(mixed + 2 * every + at, v, mask=mask)
+    bias = tl.load(dt_bias + channel, mask=i < DIM, other=0.0)
+    z = tl.load(raw + at, mask=mask, other=0.0).to(tl.float32) + bias
+    g = log_decay(z, tl.exp(tl.load(a_log + head)), lower, BOUNDED)
+    tl.store(mixed + 3 * every + at, g, mask=mask)
+    logits = tl.load(beta + t * heads + head, mask=t < rows, other=0.0)
+    tl.store(strengths + t * heads + head, sigmoid(logits.to(tl.float32)), mask=t < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -184,14 +170,18 @@ def mixer(
             scale, UNIT_EPS, w.eps, taps, taps2, bounded, dim, d, **STEP_OPTIONS,
         )  # fmt: skip
         return out
-    attended, columns = torch.empty(wide, device=out.device), min(COLUMNS, d)
-    prompt_kernel[(heads, triton.cdiv(dim, columns))](
-        *moved, *small, w.a_log, w.dt_bias, state, attended, n, heads, wide[1], lower, scale,
-        UNIT_EPS, taps, bounded, dim, d, columns, SUB_BLOCK, precision(), **CHUNK_OPTIONS,
+    mixed = torch.empty(4, n, heads, dim, device=out.device)
+    strengths = torch.empty(n, heads, device=out.device)
+    grid, tile = (triton.cdiv(n, ROWS), heads), (dim, triton.next_power_of_2(dim), ROWS)
+    inputs_kernel[grid](
+        *moved, *small, w.a_log, w.dt_bias, mixed, strengths, n, heads, wide[1], lower, scale,
+        UNIT_EPS, taps, bounded, *tile, **OPTIONS,
     )  # fmt: skip
-    finish_kernel[(triton.cdiv(n, ROWS), heads)](
-        *moved, rows.gate, w.norm, attended, out, n, heads, wide[1], w.eps, taps, taps2, dim,
-        triton.next_power_of_2(dim), ROWS, **OPTIONS,
+    q, k, v, g = mixed
+    attended = kda_chunk(q, k, v, g, strengths, state, workers)
+    finish_kernel[grid](
+        *moved, rows.gate, w.norm, attended, out, n, heads, wide[1], w.eps, taps, taps2, *tile,
+        **OPTIONS,
     )  # fmt: skip
     return out
 
@@ -207,7 +197,7 @@ def compiled(sizes: Sizes) -> list[Compiled]:
     }
     constants: dict[str, Any] = {
         "TAPS": taps, "R": triton.next_power_of_2(taps), "BOUNDED": True, "DIM": d, "D": padded(d),
-        "V": min(COLUMNS, padded(d)), "SUB": SUB_BLOCK, "PRECISION": "tf32x3", "ROWS": ROWS,
+        "ROWS": ROWS,
     }  # fmt: skip
 
     def launch(name: str, kernel: Any, warps: int, decode: bool = False) -> Compiled:
@@ -218,6 +208,6 @@ def compiled(sizes: Sizes) -> list[Compiled]:
 
     return [
         launch("mixer_decode", decode_kernel, 8, True),
-        launch("mixer_prompt", prompt_kernel, 4),
+        launch("mixer_inputs", inputs_kernel, 4),
         launch("mixer_finish", finish_kernel, 4),
     ]

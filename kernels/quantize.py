@@ -34,9 +34,7 @@ def int8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bfloat16.  Raises ``ValueError`` where a number is NaN or infinite."""
     w, bits, mantissa = _bits(w)
     _, largest = _magnitudes(bits, int8_format.GROUP, mantissa)
-    scale = largest.int().bitwise_left_shift_(23 - mantissa).view(torch.float32).div_(127)
-    scale.view(torch.int32).add_(_ROUND_UP).bitwise_and_(~_ROUND_UP)
-    scale.clamp_(min=_SMALLEST)
+    scale = scale_of(largest.int().bitwise_left_shift_(23 - mantissa).view(torch.float32), 127)
     x = torch.empty(w.shape).copy_(w)
     x.view(*scale.shape, -1).div_(scale[:, :, None]).round_()
     return x.to(torch.int8), scale.bfloat16()
@@ -55,6 +53,14 @@ def mxfp4(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     code |= (bits >> mantissa + 5).bitwise_and_(8)
     pair = code.to(torch.int8).view(torch.int16)  # the byte of the even column is the low one
     return pair.bitwise_or(pair >> 4).to(torch.uint8), exponent.to(torch.uint8)
+
+
+def scale_of(largest: torch.Tensor, top: float) -> torch.Tensor:
+    """``largest``, magnitudes in float32 that are not needed any more, over ``top``: rounded up to
+    what bfloat16 can hold, at least 2**-126; NaN and infinity stay."""
+    scale = largest.div_(top)
+    scale.view(torch.int32).add_(_ROUND_UP).bitwise_and_(~_ROUND_UP)
+    return scale.clamp_(min=_SMALLEST)
 
 
 def _bits(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
 from importlib.util import find_spec
-from threading import Lock
+from threading import RLock
 from typing import Any, Final, NamedTuple
 
 FUSION: Final = {"enable_fp_fusion": False}  #: an option of every launch: bits by design
@@ -39,7 +39,9 @@ def interpreted() -> bool:
     return installed() and upcast()
 
 
-_INTERPRETER: Final = Lock()  #: it patches Triton's modules while it runs: one call at a time
+#: It patches Triton's modules while it runs: one thread at a time.  The same thread may come again:
+#: attention asks for its next piece, which another operator unpacks, between two launches.
+_INTERPRETER: Final = RLock()
 
 
 def one_at_a_time(f: Callable[..., Any]) -> Callable[..., Any]:

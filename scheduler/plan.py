@@ -32,6 +32,7 @@ class Latents:
     carried: int  # what prompt attention keeps from one piece to the next
     least: int  # slots and buffers without which nothing works
     good: int  # below which reads are too short to be quick
+    must: bool = False  # they come from a device without room, and always by way of slots
 
     def least_cap(self) -> int:
         """The smallest ``Limits.latents`` that can be kept."""
@@ -66,6 +67,8 @@ class Demand:
     slot: int  # one expert slot
     experts: int  # routed experts in all
     top_k: int
+    prefixes: int = 0  # snapshots that sequences share
+    prefixes_spilled: int = 0  # the same where latents spill
     extra: int = 0  # what the caller keeps beside the engine
     tables: int = 0  # what the cache policy remembers
     slot_objects: int = 0  # what the engine remembers about the page in a slot
@@ -137,6 +140,7 @@ class Plan:
     experts: int
     layer_sizes: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    prefixes: int = 0  # bytes of shared snapshots
     device: Plan | None = None  # of an accelerator's memory
     place: str = "RAM"  # what this plan is of
     latents: int | None = None  # bytes for the newest ones and for buffers; None: all stay in RAM
@@ -174,12 +178,12 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
     if held is None:
         return _make_plan(demand, limits, 0)
     refused: DoesNotFit | None = None
-    if cap is None or cap >= held.whole:
+    if not held.must and (cap is None or cap >= held.whole):
         try:
             return _make_plan(demand, limits, 0)
         except DoesNotFit as error:
             refused = error
-    elif cap < held.least_cap():
+    elif cap is not None and cap < held.least_cap():
         raise DoesNotFit(
             f"{cap:,} bytes of latents in RAM are too few: blocks that are not full, the sums of "
             f"prompt attention and buffers take {held.least_cap():,}.",
@@ -190,12 +194,14 @@ def make_plan(demand: Demand, limits: Limits) -> Plan:
     if refused is not None and held.whole < WORTH:
         raise refused
     state, tiles = demand.state - held.whole + held.open, demand.tiles + held.carried
-    spilled = replace(demand, state=state, tiles=tiles)
-    if held.good <= most:
-        try:
-            return _make_plan(spilled, limits, held.good, most)
-        except DoesNotFit:  # with less, perhaps
-            pass
+    prefixes = demand.prefixes_spilled
+    spilled = replace(demand, state=state, tiles=tiles, prefixes=prefixes)
+    for least in (held.whole, held.good) if held.must else (held.good,):
+        if least <= most:
+            try:
+                return _make_plan(spilled, limits, least, most)
+            except DoesNotFit:  # with less, perhaps
+                pass
     return _make_plan(spilled, limits, held.least, most)
 
 
@@ -224,7 +230,7 @@ def _make_plan(demand: Demand, limits: Limits, latents: int, most: int = 0) -> P
     """``latents``: bytes of those that are kept in RAM beside ``demand.state``, at least; as far as
     there is room ``most``."""
     fixed = demand.base + demand.tiles + demand.staging + demand.small
-    fixed += demand.state + demand.extra + demand.tables + demand.sealed + latents
+    fixed += demand.state + demand.prefixes + demand.extra + demand.tables + demand.sealed + latents
     one = demand.place if demand.experts else 0
     ring = max(demand.layers, default=0)
     beside = fixed + one + ring + head_buffer(demand)
@@ -261,6 +267,7 @@ def _make_plan(demand: Demand, limits: Limits, latents: int, most: int = 0) -> P
         slot_bytes=demand.slot,
         sweep_rows=rows,
         state_bytes=demand.state,
+        prefixes=demand.prefixes,
         experts=demand.experts,
         layer_sizes=tuple(demand.layers),
         notes=limits.notes,
@@ -308,6 +315,7 @@ def _purposes(
         ("sequence state" if latents else "sequence state and latents", demand.state),
         ("latents, the newest, and buffers", latents),
         ("block summaries, a part of them", demand.sealed),
+        ("shared prefixes", demand.prefixes),
         ("kept for the caller", demand.extra),
         ("cache policy", demand.tables),
         (f"working set of a sweep of {rows} tokens", demand.working(rows)),

@@ -12,7 +12,7 @@ from k3offload import registry
 from k3offload.config import LATENT_BLOCK, ROW_TILE
 from k3offload.errors import DoesNotFit
 from k3offload.kernels.attend_reference import Partial
-from k3offload.state import Home, Latents, Ledger
+from k3offload.latents import Home, Latents, Ledger
 from tests.contract.test_kernel import generator, poisoned, same_bits
 from tests.helpers_ops import randn
 
@@ -221,7 +221,7 @@ def test_r75_copies_do_not_meet() -> None:
     with poisoned():
         some = latents()
         some.append(rows)
-        other = some.copy()
+        other = some.copy(some._home, some.length)
         some.append(ours)
         other.append(theirs)
         for made, tail in ((some, ours), (other, theirs)):

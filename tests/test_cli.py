@@ -173,10 +173,14 @@ def test_prompt_tokens_rate_and_time_left_r04(
     ):
         code, _, err = call(command, capsys)
         assert code == 0, err
-        form = rf"prompt: (\d+) of {count} tokens(?:, \S+ tokens/s, \d+ s left)?, layer (\d) of 5"
+        form = (
+            rf"prompt: (\d+) of {count} tokens(?:, \S+ \S?B read)?"
+            r"(?:, \S+ tokens/s, \d+ s left)?, layer (\d) of 5"
+        )
         seen = [(int(done), int(layer)) for done, layer in re.findall(form, err)]
         assert seen == [(done, layer) for done in (0, 64, 128) for layer in range(1, 6)]
         assert err.count("tokens/s, ") >= 14  # all but the very first
+        assert err.count("B read, ") >= 10  # there is nothing to read before the first experts
 
 
 def test_a_drawn_seed_is_told_and_repeats_the_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import k3offload.damage
-from k3offload.damage import LOSSY, Damage, damage, held_out_text
+from k3offload.damage import LOSSY, LOSSY_LATENTS, Damage, damage, held_out_text
 from k3offload.errors import DoesNotFit, UsageError
 from k3offload.loading import load
 from tests.helpers_engine import call, logits_of
@@ -31,9 +31,14 @@ def measured() -> list[Damage]:
         patch.undo()
 
 
+@pytest.fixture(scope="module")
+def of_latents() -> list[Damage]:
+    return damage("nano", (), LOSSY_LATENTS, tokens=64)
+
+
 @cache
-def _log_probabilities(trunk: str) -> tuple[list[int], F64]:
-    with load("nano", trunk=trunk, sessions=3) as engine:
+def _log_probabilities(trunk: str, latents: str | None = None) -> tuple[list[int], F64]:
+    with load("nano", trunk=trunk, latent_dtype=latents, sessions=3) as engine:
         ids = engine.encode(held_out_text())[:TOKENS]
         logits = np.concatenate([logits_of(engine, ids[i : i + 64]) for i in (0, 64, 128)])
     wide = logits.astype(np.float64)
@@ -64,6 +69,20 @@ def test_less_bits_do_more_damage(measured: list[Damage]) -> None:
     assert abs(int8.nats - none.nats) < 0.05 and 2 < none.nats < 5
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_figures_of_latents(of_latents: list[Damage], number: int) -> None:
+    """The trunk is as shipped in all of them."""
+    found, name = of_latents[number], LOSSY_LATENTS[number - 1]
+    p, q = (_log_probabilities("bfloat16", way)[1][:64] for way in (None, name))
+    kl = np.array([(np.exp(a) * (a - b)).sum() for a, b in zip(p, q, strict=True)])
+    assert (found.precision, found.latents, found.latent_bytes) == ("bfloat16", name, 2 * 112)
+    assert found.kl_mean == pytest.approx(kl.mean(), rel=1e-6) and 0 < kl.mean() < 0.02
+    assert found.top1 == (p.argmax(1) == q.argmax(1)).mean() > 0.95
+    none = of_latents[0]
+    assert (none.latents, none.latent_bytes, none.kl_mean) == ("bfloat16", 2 * 160, 0)
+    assert found.trunk_bytes == none.trunk_bytes
+
+
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("And he went forth unto the sea side, and all the multitude resorted.")
@@ -74,6 +93,9 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert found[0]["kl_mean"] == 0 < found[1]["kl_mean"] and found[1]["tokens"] <= 20
     code, out, _ = call(arguments, capsys)
     assert code == 0 and out.splitlines()[3].split()[0] == "int8"
+    code, out, _ = call([*arguments[:4], "--latent-dtype", "fp8", "--tokens", 20, "--json"], capsys)
+    ways = [(one["precision"], one["latents"]) for one in json.loads(out)]
+    assert code == 0 and ways == [("bfloat16", "bfloat16"), ("bfloat16", "fp8")]
 
 
 def test_refused(
@@ -81,6 +103,8 @@ def test_refused(
 ) -> None:
     with pytest.raises(UsageError, match=r"'int4' is no precision.*int8 or mxfp4"):
         damage("nano", ["int4"])
+    with pytest.raises(UsageError, match=r"'mxfp4' is no precision.*int8 or fp8"):
+        damage("nano", (), ["mxfp4"])
     with pytest.raises(UsageError, match="fewer than two tokens"):
         damage("nano", text="")
     latin = tmp_path / "latin"

@@ -214,7 +214,7 @@ def test_memory_of_a_device_that_ends_outside_a_sweep(monkeypatch: pytest.Monkey
             for act in (engine.session, session.fork, session.snapshot):
                 with pytest.raises(DeviceError, match="fake ran out of memory"):
                     act()
-            monkeypatch.setattr("k3offload.state._Block", fail)
+            monkeypatch.setattr("k3offload.latents._Block", fail)
             with pytest.raises(DeviceError, match="fake ran out of memory"):
                 session.logits()
             error = RuntimeError("something else")

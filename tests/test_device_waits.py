@@ -47,10 +47,12 @@ def waits(engine: Engine, tokens: list[int], sampled: bool) -> int:
         return kernels.waits - before
 
 
-def test_a_sweep_waits_for_its_routers_and_twice_more() -> None:
+@pytest.mark.parametrize("latents", [None, "int8"])
+def test_a_sweep_waits_for_its_routers_and_twice_more(latents: str | None) -> None:
     """A wait for each router, since it decides what is read; one for whether all numbers are
     finite, and one for the logits."""
-    with load("nano", context=256, device=FakeDevice(400 << 20), vram="60M") as engine:
+    how: dict[str, Any] = {"vram": "60M", "latent_dtype": latents}
+    with load("nano", context=256, device=FakeDevice(400 << 20), **how) as engine:
         routers = len(engine.spec.moe_layers)
         assert waits(engine, [7], True) == routers + 2
         assert waits(engine, [(7 * i) % 300 for i in range(150)], False) == routers + 2
@@ -69,12 +71,22 @@ def test_looking_ahead_waits_once_more_a_layer(predict: str) -> None:
 def test_nothing_else_waits() -> None:
     """What is not counted above: conversions that stop for a GPU, in files that see its tensors."""
     files = [*ROOT.glob("kernels/*_triton.py"), *ROOT.glob("kernels/triton_*.py")]
-    names = ("model", "layer_kda", "layer_mla", "layer_moe", "stream", "adaptive", "state")
+    names = (
+        "model",
+        "layer_kda",
+        "layer_mla",
+        "layer_moe",
+        "stream",
+        "adaptive",
+        "state",
+        "latents",
+        "device_latents",
+    )
     files += [p for n in names if (p := ROOT / f"k3offload/{n}.py").exists()]
     assert len(files) > 15
     found = {f"{p.name}: {m[0]}" for p in files for m in UNCOUNTED.finditer(p.read_text())}
     # what was fetched, what the schedule and trace are told, and blocks for scratch files: in RAM
-    assert found == {f"{name}.py: .numpy()" for name in ("model", "state", "stream")}
+    assert found == {f"{name}.py: .numpy()" for name in ("model", "latents", "stream")}
 
 
 def test_tables_are_sent_once() -> None:

@@ -60,7 +60,8 @@ def of_made_up(engine: Engine, dtype: str) -> set[Any]:
     there = engine.accelerator
     assert there is not None
     seen, steps = watched(there.kernels), list[tuple[int, int]]()
-    made = Made(engine.weights, there.plan, there.placed, there.sides(), dtype)
+    packed = engine.options.latent_dtype
+    made = Made(engine.weights, there.plan, there.placed, there.sides(), dtype, packed)
     made.sweeps(lambda *step: steps.append(step))
     assert steps == [(i, len(steps)) for i in range(len(steps))]
     return set(seen)
@@ -72,6 +73,7 @@ def of_made_up(engine: Engine, dtype: str) -> set[Any]:
         ("bfloat16", {}),
         ("float32", {}),
         ("bfloat16", {"trunk": "int8", "vram": "5M"}),
+        ("bfloat16", {"latent_dtype": "fp8"}),
         ("bfloat16", {"experts_on": "cpu"}),
         ("bfloat16", {"trunk_on": "cpu"}),
         ("bfloat16", {"trunk_on": "split:3"}),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from benchmarks import gpu_suite
 from benchmarks.gpu_budgets import Timed, bus_rate, decode, disk_rate, shares
+from benchmarks.gpu_cases import Case
+from k3offload.kernels.choose import Kernels
 from k3offload.tiers.base import Ticket
 from k3offload.tiers.device_fake import FakeDevice
 from tests.helpers_engine import checkpoint
@@ -50,3 +55,30 @@ def test_seconds_with_copies_under_way_are_counted_once() -> None:
     copied, busy = device.so_far()
     device.close()
     assert copied == 4096 and 0 < busy <= time.perf_counter() - begin
+
+
+def test_a_kernel_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(kernels: Kernels, inputs: Any) -> list[torch.Tensor]:
+        raise RuntimeError("CUDA error: out of resources")
+
+    def ones(kernels: Kernels, inputs: Any) -> list[torch.Tensor]:
+        return [torch.ones(1)]
+
+    made = [Case("first", {}, fail, 1, 1), Case("second", {}, ones, 1, 1)]
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(gpu_suite, "limits", lambda device: (1e9, 1e9))
+    monkeypatch.setattr(gpu_suite, "cases", lambda *given, **named: iter(made))
+    monkeypatch.setattr(gpu_suite, "tell", lambda line, device: told.append(line))
+    device = FakeDevice(1 << 20)
+    assert not gpu_suite.run_kernels(device, lambda: 1.0)
+    assert "out of resources" in told[1]["failed"] and not told[1]["right"]
+    assert told[2]["right"] and told[2]["case"] == "second"
+    device.close()
+
+
+def test_what_is_left_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(gpu_suite, "tell", lambda line, device: told.append(line))
+    gpu_suite.run_budgets(lambda vram: FakeDevice(1 << 20), lambda: 20.0)
+    assert [line["model"] for line in told] == ["wide", "io-real"]
+    assert all(line["skipped"].startswith("20 seconds left") for line in told)

@@ -29,17 +29,19 @@ GROUPS = {
     "data": "checkpoint headers json_stream shards findings find survey check_values "
     "tokenizer tokenizer_json textstream sampling layout forecast_sizes",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
-    "state": "arena device_trunk fetch ring state weights",
+    "state": "arena device_latents latents device_trunk fetch ring state weights",
     "model": "adaptive model layer_kda layer_mla layer_moe stream",
-    "session": "session",
+    "session": "prefix_folder prefixes session session_identity session_load session_manifest "
+    "session_save",
     "engine": "accelerator device_warmup devices open_device engine loading budget budget_kernels "
-    "generate options plan_text spilling warmup",
-    "edge": "bench_read check inspect kernels_offline make_tiny progress report trace",
+    "generate options plan_text spilling turns warmup",
+    "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
-    "planning": "device_report doctor doctor_system forecast forecast_device "
-    "measure plan_report rates",
-    "command": "damage run_generate run_logits",
-    "cli": "cli cli_bench cli_damage cli_kernels cli_model cli_options cli_pack cli_plan cli_run",
+    "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
+    "rates",
+    "command": "damage evaluate_append evaluate_recall run_generate run_logits",
+    "cli": "cli cli_bench cli_damage cli_evaluate cli_kernels cli_model cli_options cli_pack "
+    "cli_plan cli_run",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.

@@ -15,6 +15,7 @@ from k3offload.kernels.triton_run import ARCHITECTURES, installed
 from k3offload.kernels_offline import BLOCK_SHARED, PROCESSORS, Row, _warps, render
 
 STORED = Path(__file__).parent / "golden" / "kernels_offline.json"
+FEW = 64  #: bytes that a thread of a kernel for prompts may spill
 LARGEST_BLOCK = 99 << 10  #: shared memory that a block may have on the smallest of them
 
 
@@ -35,7 +36,7 @@ def test_all_kernels_compile_as_the_stored_table_says(tmp_path: Path) -> None:
     assert {arch for _, arch in names} == set(ARCHITECTURES)
     for row in made["rows"]:
         assert row["shared"] <= LARGEST_BLOCK or row["arch"] in (80, 90), row
-        assert not (row["decode"] and row["spilled"]), row
+        assert row["spilled"] <= (0 if row["decode"] else FEW), row
     if made["triton"] == stored["triton"]:  # another compiler allots registers another way
         assert made == stored
 

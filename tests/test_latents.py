@@ -15,11 +15,11 @@ from k3offload.config import LATENT_BLOCK
 from k3offload.engine import Engine
 from k3offload.errors import DoesNotFit, ScratchError, SessionError, UsageError
 from k3offload.generate import Done, Request, generate
+from k3offload.latents import Home, Ledger, SpilledLatents
 from k3offload.loading import load
 from k3offload.sampling import Sampling
 from k3offload.session import Session
 from k3offload.spilling import as_block
-from k3offload.state import Home, Ledger, SpilledLatents
 from k3offload.tiers import scratch as scratch_module
 from k3offload.tiers.scratch import MARK
 from k3offload.tiers.spill import Spill
@@ -36,6 +36,7 @@ from tests.helpers_engine import (
     some_tokens,
 )
 from tests.helpers_ops import randn
+from tests.helpers_spilled import damage_first_file, fork_story
 from tests.test_spill import WIDE, Case
 
 pytest.importorskip("zarr")
@@ -132,26 +133,7 @@ def test_memory_is_poisoned_and_used_again_r75(
 
 def test_forks_and_snapshots_share_blocks(resident: Engine, tight: Engine) -> None:
     """A copy, a copy of it, going back: all as in memory; shared blocks are written once."""
-
-    def story(engine: Engine) -> list[Logits]:
-        got = []
-        with session_with(engine, TOKENS[:900]) as first:
-            got.append(first.logits()[None])
-            snapshot = first.snapshot()
-            second = first.fork()
-            second.append(TOKENS[900:])
-            first.append(TOKENS[100:700])
-            got += [second.logits()[None], first.logits()[None]]
-            first.rewind(snapshot)
-            del snapshot
-            first.append(TOKENS[900:])
-            got.append(first.logits()[None])
-        second.append([5])
-        got.append(second.logits()[None])
-        second.close()
-        return got
-
-    for a, b in zip(story(resident), story(tight), strict=True):
+    for a, b in zip(fork_story(resident, TOKENS), fork_story(tight, TOKENS), strict=True):
         assert same_bits(a, b)
     assert moved(tight)
     layers = len(tight.spec.mla_layers)
@@ -167,7 +149,7 @@ def test_a_sequence_of_blocks_keeps_its_rows(tmp_path: Path) -> None:
     one = SpilledLatents(home, 40, torch.bfloat16)
     for begin in range(0, 1300, 100):
         one.append(rows[begin : begin + 100])
-    other = one.copy()
+    other = one.copy(home, one.length)
     other.append(rows[1300:])
     for latents, length in ((one, 1300), (other, 1500)):
         got = torch.cat([latents.rows(b) for b in range(latents.blocks)])[:length]
@@ -176,7 +158,7 @@ def test_a_sequence_of_blocks_keeps_its_rows(tmp_path: Path) -> None:
         assert latents.length == length and same_tensors(got, rows[:length])
     assert home.ledger.used == 2 * WIDE.block  # the open ones
     with pytest.raises(DoesNotFit):
-        [other.copy() for _ in range(2)]
+        [other.copy(home, other.length) for _ in range(2)]
     case.close()
 
 
@@ -197,12 +179,7 @@ def test_lost_files_end_their_session_alone_r58(
     snapshot = fine.snapshot()
     lost.logits()
     fine.logits()
-    spill(tight).flush()
-    assert tight.spilling is not None
-    (path, *_) = sorted(tight.spilling.scratch.folder.rglob("0.0"))
-    for number in list(tight.disk._handles):  # what is open stays readable
-        os.close(tight.disk._handles.pop(number)[0])
-    damage(path)
+    path = damage_first_file(tight, damage)
     ends = {end.request: end for end in decode(tight, lost, fine)}
     assert isinstance(ends[0].error, ScratchError) and str(path) in str(ends[0].error)
     assert ends[1].finish_reason == "length" and ends[1].error is None

@@ -33,6 +33,15 @@ with load(folder, **options) as engine:
         if arguments["new"]:
             *_, done = session.generate(arguments["new"], Sampling(ignore_end=True))
             assert isinstance(done, Done) and done.finish_reason == "length", done
+        for _ in range(arguments.get("saves", 0)):
+            session.save(Path(options["prefix_dir"]) / "saved")
+            session.append([5])
+            session.logits()
+        if arguments.get("saves", 0):
+            session.close()
+            with engine.load_session(Path(options["prefix_dir"]) / "saved") as again:
+                again.append([7, 8])
+                again.logits()
     plan = engine.plan
     print(json.dumps({
         "peak": peak_rss(), "loaded": loaded, "plan": plan.total, "limit": plan.limit,
@@ -66,6 +75,16 @@ def test_peak_is_the_plan_r02(
         assert found["slots"] == found["experts"] == 480 and not found["streamed"]
     else:
         assert found["streamed"] and found["slots"] < 120
+
+
+def test_peak_is_the_plan_with_saves_and_prefixes_r02(tmp_path: Path) -> None:
+    """Sessions are written and read through a few blocks, whatever their length."""
+    options = {"context": 12_000, "sweep": 2048, "prefix_dir": str(tmp_path)}
+    found = measure(
+        RUN, checkpoint(**STREAMED), options=options, prompt=11_000, new=2, least=None, saves=3
+    )
+    keeps_its_word(found)
+    assert found["purposes"]["shared prefixes"]
 
 
 def test_peak_is_the_plan_with_files_in_scratch_r02(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_float32_result_is_that_of_a_float32_row(decode: bool, isa: str) -> No
 def test_what_a_waiting_call_needs_stays_until_it_has_run() -> None:
     x, weight = randn(generator(3), 1, 4096), torch.ones(4096)
     wanted = rms_norm(rms_norm(x, weight, 1e-5), weight, 1e-5)
-    with c_function.put_off():
+    with c_function.PutOff():
         y = rms_norm(x.clone(), weight.clone(), 1e-5)
         z = rms_norm(y, weight.clone(), 1e-5)
         del y
@@ -93,7 +93,7 @@ def test_an_error_drops_what_waits() -> None:
 
     def stopped() -> None:
         nonlocal y
-        with c_function.put_off():
+        with c_function.PutOff():
             y = rms_norm(x, weight, 1e-5)
             y.fill_(7)
             raise ValueError("stop")
@@ -107,7 +107,7 @@ def test_an_error_drops_what_waits() -> None:
 def test_columns_of_a_waiting_result_are_copied_after_it() -> None:
     x, weight = randn(generator(4), 3, 96), torch.ones(96)
     wanted = rms_norm(rms_norm(x, weight, 1e-5)[:, :64], weight[:64], 1e-5)
-    with c_function.put_off():
+    with c_function.PutOff():
         got = rms_norm(rms_norm(x, weight, 1e-5)[:, :64], weight[:64], 1e-5)
     assert same_bits(got, wanted)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import k3offload.state
+import k3offload.latents
 from k3offload.engine import Engine
 from k3offload.errors import DoesNotFit, SessionError, UsageError
 from k3offload.loading import load
@@ -195,12 +195,12 @@ def test_poisoned_buffers_are_never_read_r75(
     wanted = logits_of(engine, tokens)
     decoded_last = logits_of(engine, tokens, decode_from=269, keep=1)
 
-    class Poisoned(k3offload.state._Block):
+    class Poisoned(k3offload.latents._Block):
         def __init__(self, *rest: Any) -> None:
             super().__init__(*rest)
             self.data.fill_(float("nan"))
 
-    monkeypatch.setattr(k3offload.state, "_Block", Poisoned)
+    monkeypatch.setattr(k3offload.latents, "_Block", Poisoned)
     assert same_bits(logits_of(engine, tokens, decode_from=269, keep=1), decoded_last)
     for n in range(270, 0, -14):
         got = logits_of(engine, tokens[:n], keep=1)[0]

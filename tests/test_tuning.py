@@ -70,3 +70,21 @@ def test_a_candidate_that_changes_bits_is_refused() -> None:
     with pytest.raises(AssertionError, match="decode_stages=3 changes bits of linear int8 1"):
         tune([Case("linear int8 1", {}, call, 1, 1)], Kernels(Workers(1)), CPU,
              fixed_times([1.0]), lambda: 1.0)  # fmt: skip
+
+
+def test_what_was_measured_is_told_before_a_candidate_is_refused() -> None:
+    """Some loops cannot be loaded as far ahead on a GPU: the others are measured all the same."""
+
+    def call(kernels: Kernels, inputs: Any) -> list[torch.Tensor]:
+        if tuned(CPU).decode_stages == 3:
+            raise RuntimeError("no shared memory left")
+        return [torch.ones(1)]
+
+    told: list[dict[str, Any]] = []
+    every = [Case(name, {}, call, 1, 1) for name in ("linear int8 1", "linear int8 64")]
+    with pytest.raises(AssertionError, match=r"decode_stages=3 cannot run linear int8 1 \(Runtime"):
+        tune(every, Kernels(Workers(1)), CPU, fixed_times([1.0]), lambda: 1.0, told.append)
+    assert [(line["case"], line["field"]) for line in told] == [
+        ("linear int8 1", "decode_stages"), ("linear int8 64", "tile_stages"),
+    ]  # fmt: skip
+    assert told[0]["ratios"] == {4: 1.0, 5: 1.0}

@@ -1,16 +1,16 @@
 """What the engine knows of an accelerator: memory, copies that run beside it, and marks.
 
 There are two streams.  Kernels run on the *compute stream*, in the order in which they are called;
-pages are copied on *copy streams*, in any order.  A ``Mark`` names a point of the compute stream; a
-copy may be told to begin only after one, which is what keeps a page's memory alive for the kernels
-that read it.  ``device_cuda.py`` is the real thing, ``device_fake.py`` one on the CPU that delays,
-reorders, fails and poisons.
+pages are copied on *copy streams*, in any order, and blocks of latents both ways.  A ``Mark`` names
+a point of the compute stream; a copy may be told to begin only after one, which is what keeps a
+page's memory alive for the kernels that read it.  ``device_cuda.py`` is the real thing,
+``device_fake.py`` one on the CPU that delays, reorders, fails and poisons.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -95,6 +95,17 @@ class Device(Protocol):
         """Copy host bytes into device memory of the same size, not before ``after``.  ``source``
         must stay as it is until ``landed(error)`` is called.  Copies that are not ``urgent`` give
         way to those that are, one whole copy at a time."""
+        ...
+
+    def copy_all(
+        self, pairs: Sequence[tuple[Buffer, torch.Tensor]], after: Mark, landed: Landed
+    ) -> None:
+        """As ``copy`` of each pair, urgent, but said once when all of them have landed."""
+        ...
+
+    def fetch(self, source: torch.Tensor, to: Buffer, after: Mark, landed: Landed) -> None:
+        """Copy device memory to host memory of the same size, not before ``after``.  Both must
+        stay as they are until ``landed(error)`` is called."""
         ...
 
     def mark(self) -> Mark:

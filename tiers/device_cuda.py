@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -34,6 +35,7 @@ class CudaDevice:
         self.name = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
         # Without a second stream an expert that is waited for would stand behind a layer's trunk.
         self._streams = (_Stream(self, "k3-later", 0), _Stream(self, "k3-urgent", -1))
+        self._back = _Stream(self, "k3-back", 0)  # the bus goes both ways at once
         self._pinned: list[Buffer] = []
         self._closed = False
 
@@ -79,7 +81,16 @@ class CudaDevice:
         urgent: bool = True,
     ) -> None:
         assert source.nbytes == to.nbytes, (source.nbytes, to.nbytes)
-        self._streams[urgent].copy(source, to, after, landed)
+        self._streams[urgent].copy([(torch.from_numpy(source), to)], after, landed)
+
+    def copy_all(
+        self, pairs: Sequence[tuple[Buffer, torch.Tensor]], after: Mark, landed: Landed
+    ) -> None:
+        self._streams[True].copy([(torch.from_numpy(s), to) for s, to in pairs], after, landed)
+
+    def fetch(self, source: torch.Tensor, to: Buffer, after: Mark, landed: Landed) -> None:
+        assert source.nbytes == to.nbytes, (source.nbytes, to.nbytes)
+        self._back.copy([(source, torch.from_numpy(to))], after, landed)
 
     def mark(self) -> CudaMark:
         mark = CudaMark()
@@ -93,7 +104,7 @@ class CudaDevice:
         if self._closed:
             return
         self._closed = True
-        for stream in self._streams:
+        for stream in (*self._streams, self._back):
             stream.close()
         with torch.cuda.device(self.where):
             for piece in self._pinned:
@@ -114,14 +125,20 @@ class _Stream:
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
         self._thread.start()
 
-    def copy(self, source: Buffer, to: torch.Tensor, after: Mark | None, landed: Landed) -> None:
+    def copy(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        after: Mark | None,
+        landed: Landed,
+    ) -> None:
         event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
         try:
             with self._lock, torch.cuda.stream(self._stream):
                 if after is not None:
                     assert isinstance(after, CudaMark)
                     self._stream.wait_event(after.event)
-                to.copy_(torch.from_numpy(source), non_blocking=True)
+                for source, to in pairs:
+                    to.copy_(source, non_blocking=True)
                 event.record(self._stream)
                 self._under_way.put((event, landed))
         except RuntimeError as error:
@@ -144,5 +161,5 @@ class _Stream:
 
 def _failed(name: str, error: RuntimeError) -> DeviceError:
     return DeviceError(
-        f"A copy to {name} failed: {error}.", "The driver's log (dmesg) may say more."
+        f"A copy to or from {name} failed: {error}.", "The driver's log (dmesg) may say more."
     )

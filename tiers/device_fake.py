@@ -1,7 +1,8 @@
 """An accelerator on the CPU that makes mistakes visible, for tests and for development.
 
-* Copies land late and in any order; until then their memory holds 0xff, which is NaN as bfloat16
-  and float32 and no scale of MXFP4.  What a kernel reads too early is seen in the result.
+* Copies land late and in any order, those to the host too; until then their memory holds 0xff,
+  which is NaN as bfloat16 and float32 and no scale of MXFP4.  What a kernel reads too early is seen
+  in the result.
 * The source is read when the copy lands, not when it is asked for: a page that was given up too
   early arrives as something else.
 * Kernels run at once (the CPU has one stream), so memory that is written while a kernel would
@@ -18,12 +19,13 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..config import show_size
-from .base import Buffer
+from .base import Buffer, Ticket
 from .device import DeviceError, Landed, Mark
 
 POISON = 0xFF
@@ -42,7 +44,7 @@ class FakeMark:
 
 @dataclass(eq=False)
 class _Copy:
-    source: Buffer
+    source: torch.Tensor
     to: torch.Tensor
     after: FakeMark | None
     landed: Landed
@@ -117,9 +119,6 @@ class FakeDevice:
         assert source.nbytes == to.nbytes, (source.nbytes, to.nbytes)
         assert after is None or isinstance(after, FakeMark)
         with self._change:
-            assert not self._closing, "the device is closed"
-            here = source.ctypes.data
-            self.unpinned += not any(a <= here < b for a, b in self._pinned)
             begin = to.data_ptr()
             uses = [a for a in self._uses if a < begin + to.nbytes and begin < a + self._sizes[a]]
             assert all(after is not None and after.number >= self._uses[a] for a in uses), (
@@ -127,6 +126,33 @@ class FakeDevice:
             )
             for address in uses:  # what comes after this copy comes after those uses
                 del self._uses[address]
+        self._start(torch.from_numpy(source), to, source, after, landed)
+
+    def copy_all(
+        self, pairs: Sequence[tuple[Buffer, torch.Tensor]], after: Mark, landed: Landed
+    ) -> None:
+        every = Ticket(len(pairs))
+        every.then(lambda: landed(every.error))
+        for source, to in pairs:
+            self.copy(source, to, after, every.finish)
+
+    def fetch(self, source: torch.Tensor, to: Buffer, after: Mark, landed: Landed) -> None:
+        assert source.nbytes == to.nbytes, (source.nbytes, to.nbytes)
+        assert isinstance(after, FakeMark), "kernels may still write what is fetched"
+        self._start(source, torch.from_numpy(to), to, after, landed)
+
+    def _start(
+        self,
+        source: torch.Tensor,
+        to: torch.Tensor,
+        host: Buffer,
+        after: FakeMark | None,
+        landed: Landed,
+    ) -> None:
+        with self._change:
+            assert not self._closing, "the device is closed"
+            here = host.ctypes.data
+            self.unpinned += not any(a <= here < b for a, b in self._pinned)
             to.fill_(POISON)
             one = _Copy(source, to, after, landed, self._copies)
             one.not_before = time.perf_counter() + self._random.random() * self._delay
@@ -191,9 +217,9 @@ class FakeDevice:
             if one.number in self._failing:
                 error = _failed()
             else:
-                one.to.copy_(torch.from_numpy(one.source))
+                one.to.copy_(one.source)
             one.landed(error)
 
 
 def _failed() -> DeviceError:
-    return DeviceError("A copy to the device failed.", "Try again.")
+    return DeviceError("A copy to or from the device failed.", "Try again.")

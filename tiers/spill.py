@@ -16,7 +16,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -27,7 +26,7 @@ from ..config import LATENT_BLOCK
 from ..errors import ReadError, ScratchError
 from .base import Buffer, Location, Priority, Ticket
 from .scratch import Scratch
-from .spill_files import File, Folder, Layout
+from .spill_files import File, Folder, Layout, SpillCounts
 from .spill_room import Room, stride
 from .tier_disk import DiskTier
 from .tier_ram import Slab
@@ -35,21 +34,11 @@ from .tier_ram import Slab
 T = TypeVar("T")
 READ = 2 << 20  #: most bytes of one read of several blocks, so that several are in flight
 BEHIND = 32 << 20  #: most bytes that wait for their slots to be free while they are written
-REMEDY = (
+LOST = (
     "The sequence's state is lost, others go on: reset it, or go back to a snapshot that is in "
-    "memory. Give the scratch folder room (--scratch DIR, --latents SIZE)."
+    "memory."
 )
-
-
-@dataclass
-class SpillCounts:
-    """What went to scratch files and came back."""
-
-    written_bytes: int = 0
-    read_bytes: int = 0
-    reads: int = 0  # pieces that had something to read
-    wait_seconds: float = 0.0  # of readers for pieces
-    full_seconds: float = 0.0  # of writers for a free slot
+REMEDY = f"{LOST} Give the scratch folder room (--scratch DIR, --latents SIZE)."
 
 
 class _Place:
@@ -83,6 +72,11 @@ class SpillArray:
         """Add a block, copied from ``data``.  May wait for a slot.  Raises ``ScratchError``."""
         return self._spill.add(self._folder, data)
 
+    def begin(self) -> tuple[Block, Buffer]:
+        """Add a block, and its memory, which somebody has to fill before ``Spill.ready(block)``;
+        until then nobody may read it.  May wait for a slot.  Raises ``ScratchError``."""
+        return self._spill.begin(self._folder)
+
 
 def _landed(ticket: Ticket) -> None:
     try:
@@ -91,7 +85,7 @@ def _landed(ticket: Ticket) -> None:
         raise ScratchError(error.problem, REMEDY) from error
 
 
-def _again(error: ScratchError) -> ScratchError:
+def again(error: ScratchError) -> ScratchError:
     """``error`` without the frames that it was raised through before; they keep states alive."""
     return ScratchError(error.problem, error.remedy)
 
@@ -133,6 +127,11 @@ class Spill(Generic[T]):
         self._writer = threading.Thread(target=self._write_behind, name="k3-spill", daemon=True)
         self._writer.start()
 
+    @property
+    def memory(self) -> Buffer:
+        """All of it, for whoever wants it locked in place."""
+        return self._memory
+
     def array(self, name: str, first: int = 0) -> SpillArray:
         """An empty array, the first row of which will be token ``first`` of a sequence."""
         path = self._scratch.folder / f"{name}-{next(self._numbers)}"
@@ -153,22 +152,28 @@ class Spill(Generic[T]):
     # ---- growing ----
 
     def add(self, folder: Folder, data: Buffer) -> Block:
+        block, memory = self.begin(folder)
+        memory[:] = data
+        self.ready(block)
+        return block
+
+    def begin(self, folder: Folder) -> tuple[Block, Buffer]:
         with self._change:
             while (slot := self._slot(folder)) is None:
                 begun = time.perf_counter()
                 self._change.wait()
                 self.counts.full_seconds += time.perf_counter() - begun
-            try:
-                self._slot_memory(slot)[:] = data
-            except BaseException:  # interrupted
-                self._free.append(slot)
-                raise
             place = _Place(slot, *folder.place())
-            self._dirty[place] = None
-            block = Block(place)
+            block = Block(place)  # if it is never ready, its end gives the slot back
             weakref.finalize(block, self._let_go, place).atexit = False
+        self._wake.put(None)  # slots may have run short with it
+        return block, self._slot_memory(slot)
+
+    def ready(self, block: Block) -> None:
+        """The memory of ``block`` holds its bytes; all but one slot at most may wait for this."""
+        with self._change:
+            self._dirty[block.place] = None
         self._wake.put(None)
-        return block
 
     def _slot_memory(self, slot: int) -> Buffer:
         begin = slot * self._stride
@@ -179,7 +184,7 @@ class Spill(Generic[T]):
         ``folder`` has lost a block."""
         self._tidy()
         if folder.error is not None:
-            raise _again(folder.error)
+            raise again(folder.error)
         if self._free:
             return self._free.pop()
         if self._safe:
@@ -188,7 +193,7 @@ class Spill(Generic[T]):
             slot, place.slot = place.slot, None
             return slot
         if not self._dirty and self._writing is None:
-            raise _again(next(iter(self._failed.values())))
+            raise again(next(iter(self._failed.values())))
         return None
 
     def _let_go(self, what: _Place | Folder) -> None:

@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import time
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,17 @@ def zarr() -> Any:
             f"Scratch files are written with the package zarr, and it cannot be had: {error}.",
             "Install zarr 3 (Python 3.11 or later), or give enough RAM to do without.",
         ) from error
+
+
+@dataclass
+class SpillCounts:
+    """What went to scratch files and came back."""
+
+    written_bytes: int = 0
+    read_bytes: int = 0
+    reads: int = 0  # pieces that had something to read
+    wait_seconds: float = 0.0  # of readers for pieces
+    full_seconds: float = 0.0  # of writers for a free slot
 
 
 class Layout(NamedTuple):

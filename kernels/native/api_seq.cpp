@@ -3,6 +3,10 @@
 // Each returns what k3_run does: 0, or 1 when scratch memory ran out.  Work that is over before another
 // thread would have woken stays with the caller.
 
+#include <new>
+#include <vector>
+
+#include "mla_amx.h"
 #include "seq.h"
 
 namespace k3 {
@@ -170,4 +174,37 @@ K3_API int k3_mla_decode(Pool* pool, int type, int block_type, int up_type, int 
     double ns = 0.1 * double((nope + v) * kv_lora) + 0.05 * double(length * (2 * kv_lora + rope));
     bool alone = ns * double(heads) < WORTH_WAKING_NS;
     return share(pool, ops().mla_decode, args, heads, alone ? heads : heads_each);
+}
+
+#if !defined(__x86_64__)
+void k3::mla_prompt(const PromptArgs&, int64_t, int64_t) {}  // nothing else has the matrix unit
+#endif
+
+// fields: for each query the addresses of q and out, its rows and its position.  heads_each, part: as of
+// k3_mla_decode; state: k3_mla_prompt_state numbers.
+K3_API int k3_mla_prompt(Pool* pool, int part, int64_t heads, int64_t heads_each, int64_t first,
+                         int64_t end, int64_t nope, int64_t rope, int64_t v, int64_t kv_lora, float scale,
+                         int64_t count, const int64_t* fields, const void* const* blocks,
+                         const void* up, float* state) {
+    try {
+        std::vector<PromptQuery> queries;
+        for (int64_t i = 0; i < count; i++, fields += 4)
+            queries.push_back({reinterpret_cast<const uint16_t*>(fields[0]),
+                               reinterpret_cast<float*>(fields[1]), fields[2], fields[3]});
+        PromptArgs args{queries.data(), reinterpret_cast<const uint16_t* const*>(blocks),
+                        static_cast<const uint16_t*>(up), state, count, first, end, heads, nope, rope, v,
+                        kv_lora, scale, (part & 1) != 0, (part & 2) != 0};
+        return share(pool, mla_prompt, args, heads, heads_each);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+// floats: codes are E4M3.  scales, codes: where they begin in a row of `row` bytes.
+K3_API int k3_unpack_latents(Pool* pool, int type, int floats, int64_t rows, int64_t block_rows,
+                             int64_t row, int64_t scales, int64_t codes, int64_t kv_lora,
+                             int64_t rope, const void* const* blocks, void* out) {
+    UnpackArgs args{blocks, out, block_rows, row, scales, codes, kv_lora, rope, floats != 0,
+                    Dtype(type)};
+    return share_rows(pool, ops().unpack_latents, args, rows, 0.15 * double(kv_lora + rope));
 }

@@ -11,40 +11,11 @@
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
 #pragma GCC target("amx-tile,amx-bf16,prefer-vector-width=512")
 
+#include "amx_vec.h"
 #include "linear_rows.h"
 
 namespace k3 {
 namespace {
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-// The compiler does not know which memory the tile instructions read and write: here it has to have
-// all of it in order.
-inline void settle() { __asm__ volatile("" ::: "memory"); }
-
-// Full tiles for this thread; what was set before (by torch's own kernels) comes back at the end.
-struct Tiles {
-    TileConfig before;
-
-    Tiles() {
-        TileConfig wanted;
-        for (int i = 0; i < 8; i++) wanted.row_bytes[i] = 64, wanted.rows[i] = 16;
-        __asm__ volatile("" : : "r"(&wanted), "r"(&before) : "memory");  // now they are in memory
-        _tile_storeconfig(&before);
-        _tile_loadconfig(&wanted);
-        settle();
-    }
-    ~Tiles() {
-        if (before.palette)
-            _tile_loadconfig(&before);
-        else
-            _tile_release();
-    }
-};
 
 // Two tiles of weight rows (a: step after step, both tiles of a step side by side) times one or
 // two tiles of x.
@@ -182,44 +153,6 @@ void pack_weight(const Weight& w, int64_t begin, int64_t from, int64_t columns, 
             ask(scale + from / 32, rows * w.scale_bytes());
             pack_mxfp4(row + from / 2, ahead, scale + from / 32, columns, to);
         }
-    }
-}
-
-// ---- results ----
-
-// To bfloat16 as to_bf16 rounds.
-__m256i narrow(__m512i f) {
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(f, 16), _mm512_set1_epi32(1));
-    __m512i u = _mm512_add_epi32(_mm512_add_epi32(f, _mm512_set1_epi32(0x7fff)), odd);
-    const __m512 number = _mm512_castsi512_ps(f);
-    const __mmask16 nan = _mm512_cmp_ps_mask(number, number, _CMP_UNORD_Q);
-    u = _mm512_mask_mov_epi32(_mm512_srli_epi32(u, 16), nan, _mm512_set1_epi32(0x7fc0));
-    return _mm512_cvtepi32_epi16(u);
-}
-
-void transpose(__m512i* r) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
     }
 }
 

@@ -133,6 +133,17 @@ struct MlaArgs {  // items: heads
     Dtype type, block_type, up_type;
 };
 
+// Packed latents (kernels/latent_format.py) to numbers.
+struct UnpackArgs {  // items: rows
+    const void* const* blocks;
+    void* out;                         // [rows, kv_lora + rope]
+    int64_t block_rows, row;           // rows of a block, bytes of a packed row
+    int64_t scales, codes;             // where they begin in a row, in bytes
+    int64_t kv_lora, rope;
+    bool floats;  // codes are E4M3, else signed integers
+    Dtype type;
+};
+
 struct SeqOps {
     void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);
     void (*glu)(const GluArgs&, int64_t begin, int64_t end);
@@ -148,6 +159,7 @@ struct SeqOps {
     void (*kda_chunk)(const KdaArgs&, int64_t begin, int64_t end);
     void (*kda_mixer)(const MixerArgs&, int64_t begin, int64_t end);
     void (*mla_decode)(const MlaArgs&, int64_t begin, int64_t end);
+    void (*unpack_latents)(const UnpackArgs&, int64_t begin, int64_t end);
 };
 
 extern const SeqOps SEQ_PORTABLE;  // on ARM this is NEON
