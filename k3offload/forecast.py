@@ -12,9 +12,10 @@ Pure arithmetic, no torch, no files.  What is assumed, and stated wherever a fig
   it holds every expert: each touched expert is read once a sweep.
 * **Overlap.** Reads of a layer's experts start when its router has spoken.  Until the last one is
   there the layer computes shared experts, latent projections and the experts that it has: a layer
-  takes the time before its router has spoken, and then the longer of reads and computing.  What
-  the disk has left goes to the trunk of the next streamed layer.  Prefetched experts
-  (``covered``) are taken off what a layer waits for; they are read all the same.
+  takes the time before its router has spoken, and then the longer of computing and of reads with
+  what is computed when the last ones have come (``forecast_sizes.longer``).  What the disk has
+  left goes to the trunk of the next streamed layer.  Prefetched experts (``covered``) are taken
+  off what a layer waits for; they are read all the same.
 * **Row-wise work** (norms, mixes, sums) counts the numbers it reads; attention and the KDA
   recurrence (with its convolutions and gates) count multiply-adds, decode rows also the state that
   they read.
@@ -36,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .budget import latent_form
 from .config import GROUP_ROWS, KDA_CHUNK, ROW_TILE
-from .forecast_sizes import attended_pairs, distinct, is_product, weight_of
+from .forecast_sizes import attended_pairs, distinct, is_product, longer, weight_of
 from .inventory import DENSE, HEAD, KDA, MLA, ROUTERS
 from .rates import EXPERTS, Rates
 from .spec import LayerSpec, ModelSpec
@@ -148,11 +149,12 @@ def prompt_seconds(setup: Setup, tokens: int) -> float:
 
 
 class _Work(NamedTuple):
-    """What a layer's rows cost before its router has spoken and after it, and the bytes of its
-    trunk and of scratch files that the sweep reads from disk."""
+    """What a layer's rows cost before its router has spoken and after it, ``one`` of its experts,
+    and the bytes of its trunk and of scratch files that the sweep reads from disk."""
 
     before: Cost
     after: Cost
+    one: float
     weight_bytes: float
     macs: float
     trunk: int
@@ -247,10 +249,11 @@ class _Sweep:
                     now += ahead.pop(0)[1]
                     room -= 1
                 experts = expert_seconds if self.spec.layers[i].ffn == "moe" else 0.0
-                waited = experts * (1 - self.setup.covered)
                 scratch = work.scratch / disk
                 before = max(work.before.seconds, scratch)
-                after = max(work.after.seconds, waited)
+                waited = experts * (1 - self.setup.covered)
+                chance = self.wanted if self.decode and self.n == 1 else None
+                after = longer(work.after.seconds, waited, work.one, self.missed, chance)
                 if streamed:
                     read_ahead(before - scratch + max(0.0, after - experts), room)
                 now += before + after
@@ -278,6 +281,7 @@ class _Sweep:
 
     def _layer(self, layer: LayerSpec) -> _Work:
         before, after = self._mixing(layer), self._routed() if layer.ffn == "moe" else Cost()
+        one = after.seconds / self.wanted if self.wanted else 0.0
         weights = macs = 0.0
         if layer.ffn == "moe":
             m = self.spec.moe
@@ -298,7 +302,7 @@ class _Sweep:
         scratch = self._summaries(layer)
         if layer.attention != "kda":
             scratch += self._latents()
-        return _Work(before, after, weights, macs, self._stored(layer), scratch)
+        return _Work(before, after, one, weights, macs, self._stored(layer), scratch)
 
     def _product(self, kind: str, size: float, macs: float, rows: float | None = None) -> Cost:
         """``rows`` rows (all if None) times a weight of ``size`` bytes, ``macs`` a row."""

@@ -8,6 +8,8 @@ from .config import LATENT_BLOCK, ROW_TILE, align_up
 from .precision import quantised, stored_bytes
 from .spec import ModelSpec, TensorSpec
 
+TOGETHER = 4  #: pages that are under way at once, as the disk tier reads them
+
 
 def distinct(experts: int, top_k: int, rows: float) -> float:
     """Different experts of one layer that ``rows`` rows ask for, uniform routing."""
@@ -49,3 +51,26 @@ def attended_pairs(position: int, rows: int) -> int:
     on: tiles of rows, each with all blocks of latents up to its last row's."""
     ends = range(position + ROW_TILE, position + rows + ROW_TILE, ROW_TILE)
     return ROW_TILE * sum(align_up(end, LATENT_BLOCK) for end in ends)
+
+
+def longer(
+    computing: float, reading: float, one: float, missed: float, wanted: float | None
+) -> float:
+    """Seconds until a layer's experts are read, in ``reading`` seconds, and computed.
+
+    Of the ``missed`` pages the last few, ``TOGETHER``, arrive at once and take ``one`` second each
+    to compute.  ``wanted``: of so many pages each is missed by chance, so that the mean over all
+    numbers of misses counts (binomial); None where many rows even that out.
+    """
+    if not reading or not missed:
+        return computing
+    if wanted is None:
+        return max(computing, reading + min(missed, TOGETHER) * one)
+    pages, miss, each = round(wanted), missed / wanted, reading / missed
+    return sum(
+        math.comb(pages, k)
+        * miss**k
+        * (1 - miss) ** (pages - k)
+        * max(computing, k * each + min(k, TOGETHER) * one)
+        for k in range(pages + 1)
+    )

@@ -35,6 +35,7 @@ from .stream import TILE, Mix, Resident, Spilled, Stream, own
 from .tiers.spill import Spill
 from .weights import Weights
 
+SAMPLE = 256  #: rows of a prompt of which the next layer's router is asked, at most
 Floats = npt.NDArray[np.float32]
 
 
@@ -108,10 +109,10 @@ class Model:
             run.state.usable().reserve(len(run.tokens))
             run.state.failed = None
         groups = pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs])
-        # In a sweep with prompts most experts come anyway, in the order of the disk.
         sealed = self._sealed(groups[-1].end)
+        looks = self._schedule if isinstance(sealed, Resident) else None
         decodes = all(group.decode for group in groups) and isinstance(sealed, Resident)
-        ahead = self._schedule if decodes else None
+        ahead = looks if decodes else None
         on_route = _both(ahead, hooks.on_route) if ahead else hooks.on_route
         if ahead:
             ahead.begin(sum(len(run.tokens) for run in runs))
@@ -137,6 +138,8 @@ class Model:
                         latent = self._feed_forward(layer, stream, groups, w, on_route)
                         if ahead:
                             self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)
+                        elif looks:
+                            self._read_on(layer, stream, looks)
                         stream.side.kernels.finish()  # its memory may go to another layer
                 self._check(stream, groups, runs)
                 stream.move(self._sides.head)
@@ -233,20 +236,13 @@ class Model:
         schedule: Schedule,
         watch: OnAhead,
     ) -> None:
-        """Ask the next layer's router about the stream as it stands, its attention left out."""
+        """Tell the predictor what it asks about the next layer."""
         following = self.spec.layers[layer.index + 1 :][:1]
         if not following or following[0].ffn != "moe" or not schedule.asks():
             return
         index, scores = following[0].index, None
-        near = self._sides.layers[index] == stream.side
-        w = self._weights.peek(index) if near and schedule.asks_router else None
-        if w is not None:
-            # Sealed or not, the next layer mixes the same sums, but for what its attention adds.
-            assert isinstance(stream.sealed, Resident)
-            h = self._mix(stream, w, "mlp_res")([*stream.sealed.sums, stream.p])
-            norm, kernels = w.vector("post_attention_layernorm.weight"), stream.side.kernels
-            x = kernels.rms_norm(h, norm, self.spec.eps)
-            scores = route(x, w, self.spec, kernels, decode=True)[2]
+        if schedule.asks_router:
+            scores = self._next_router(index, stream, None)[1]
         stream.side.kernels.finish()
         told = [scores, latent.float() if schedule.asks_latent and latent is not None else None]
         some = [tensor for tensor in told if tensor is not None]
@@ -254,6 +250,41 @@ class Model:
         likely, given = (None if tensor is None else next(host).numpy() for tensor in told)
         watch(layer.index, index, likely, given)
         schedule.ahead(layer.index, index, likely, given)
+
+    def _read_on(self, layer: LayerSpec, stream: Stream, schedule: Schedule) -> None:
+        """In a prompt most experts come anyway: begin with those that many rows will choose, which
+        the disk brings while the next layer attends."""
+        following = self.spec.layers[layer.index + 1 :][:1]
+        if not following or following[0].ffn != "moe" or not schedule.asks_router:
+            return
+        assert self.spec.moe is not None
+        index, rows = following[0].index, stream.p.shape[0]
+        picked = torch.arange(0, rows, -(-rows // SAMPLE))
+        chosen, _ = self._next_router(index, stream, picked)
+        if chosen is not None:
+            numbers = stream.side.kernels.to_host(chosen)[0].numpy()
+            schedule.read_on(index, numbers, self.spec.moe.experts)
+
+    def _next_router(
+        self, index: int, stream: Stream, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the router of the next layer, ``index``, says to the stream as it stands, that
+        layer's attention left out: experts [n, k] and scores [n, E] of ``rows``, or of all rows of
+        a decode sweep.  None where its weights are not at hand."""
+        near = self._sides.layers[index] == stream.side
+        w = self._weights.peek(index) if near else None
+        if w is None:
+            return None, None
+        # Sealed or not, the next layer mixes the same sums, but for what its attention adds.
+        assert isinstance(stream.sealed, Resident)
+        kernels, sums = stream.side.kernels, [*stream.sealed.sums, stream.p]
+        if rows is not None:
+            (at,) = kernels.here(rows)
+            sums = [entry[at] for entry in sums]
+        h = self._mix(stream, w, "mlp_res")(sums)
+        x = kernels.rms_norm(h, w.vector("post_attention_layernorm.weight"), self.spec.eps)
+        chosen, _, scores = route(x, w, self.spec, kernels, decode=rows is None)
+        return chosen, scores
 
     def _mix(self, stream: Stream, w: LayerWeights, site: str) -> Mix:
         """How sums are mixed at ``site``, row by row."""

@@ -1,4 +1,4 @@
-"""What to read ahead while a decode sweep runs, layer by layer, and what the policy is told.
+"""What to read ahead while a sweep runs, layer by layer, and what the policy is told.
 
 Decides only: numbers of layers and experts, 8-bit scores, no tensor.  A guess is read behind
 everything that is certain, and given up when its layer's requests are known.
@@ -15,10 +15,13 @@ import numpy.typing as npt
 
 from ..errors import UsageError
 from ..registry import implementations, names
+from ..tiers.base import PageId
 from .hints import Hints, Predictor, quantise
 from .store import ExpertStore
 from .trial import Trial
 
+#: so many rows of a prompt that would choose an expert by now make it certain that one will
+SURE = 8
 NEAR = 2  #: times top k: how many of a row's best experts the policy hears about
 Floats = npt.NDArray[np.float32]
 
@@ -91,3 +94,17 @@ class Schedule:
             self._store.prefetch([page for page, _ in guesses])
         if self._trial:
             self._trial.answered()
+
+    def read_on(self, next_layer: int, chosen: npt.NDArray[np.integer[Any]], experts: int) -> None:
+        """Some rows of a prompt would choose ``chosen`` [rows, k] of the ``experts`` of
+        ``next_layer`` by now.
+
+        Only what is certain is read: one page in vain costs as much as one page brought early
+        saves.  Rows so much alike that they leave out half of the experts are not many witnesses
+        but one, and make nothing certain.  In rising order, in which pages lie on disk."""
+        times = np.bincount(chosen.ravel(), minlength=experts)
+        if 2 * np.count_nonzero(times) < experts:
+            return
+        named = [PageId(next_layer, int(e)) for e in np.argsort(-times, kind="stable")]
+        sure = [page for page in named if times[page.expert] >= SURE and self._store.absent(page)]
+        self._store.prefetch(sorted(sure[: self._store.prefetch_room]))

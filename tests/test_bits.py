@@ -82,7 +82,8 @@ def test_expert_slots(base: Base, slots: int) -> None:
         count = engine.counts()["experts"]
         assert count.misses > 64
         assert count.hits + count.late + count.misses == count.requests
-        assert count.bytes == count.misses * expert_bytes(checkpoint(**BRIEF))
+        read = count.misses + count.prefetches  # a few of a prompt's pages are read ahead
+        assert count.bytes == read * expert_bytes(checkpoint(**BRIEF))
 
 
 @pytest.mark.parametrize("extra", [0, 150_000, 700_000])

@@ -19,7 +19,7 @@ from k3offload.forecast import (
     prefill,
     prompt_seconds,
 )
-from k3offload.forecast_sizes import distinct, token_macs, trunk_elements, weight_of
+from k3offload.forecast_sizes import distinct, longer, token_macs, trunk_elements, weight_of
 from k3offload.plan_report import spec_of
 from k3offload.precision import stored_bytes
 from k3offload.rates import KINDS, Rates, assumed, scaled
@@ -177,14 +177,25 @@ def test_two_buffers_read_while_computing() -> None:
 
 
 def test_experts_are_waited_for_after_the_router() -> None:
-    """Computing before the router cannot hide reads; computing after it can."""
+    """Computing before the router cannot hide reads; computing after it can, but for that of the
+    last four of sixteen pages, which come together."""
     disk_alone = decode(setup()).seconds
     rates = replace(INSTANT, layer=0.01)
     assert decode(setup(rates)).seconds == pytest.approx(disk_alone + 93 * 0.01)
     slow = replace(INSTANT, stream={**INSTANT.stream, "experts": 7 * GB})
-    assert decode(setup(slow)).seconds == pytest.approx(disk_alone)
+    assert decode(setup(slow)).seconds == pytest.approx(disk_alone * (1 + 4 / 16))
     slower = replace(INSTANT, stream={**INSTANT.stream, "experts": 3.5 * GB})
     assert decode(setup(slower)).seconds == pytest.approx(2 * disk_alone)
+
+
+def test_chance_makes_some_layers_wait_longer_than_others_can_hide() -> None:
+    """As many seconds of reading as of computing, half of the pages missed: of two pages none,
+    one or both, with chances of 1, 2 and 1 in 4."""
+    both = max(1.0, 2 * 1.0 + 2 * 0.1)
+    one = max(1.0, 1.0 + 0.1)
+    assert longer(1.0, 1.0, 0.1, 1.0, 2.0) == pytest.approx((1.0 + 2 * one + both) / 4)
+    assert longer(1.0, 1.0, 0.1, 1.0, None) == pytest.approx(1.1)
+    assert longer(1.0, 0.0, 0.1, 0.0, 2.0) == 1.0
 
 
 def test_prefetched_experts_are_not_waited_for() -> None:

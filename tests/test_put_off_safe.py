@@ -106,7 +106,7 @@ def test_latents_lost_in_a_decode_step_are_those_of_one_session(tmp_path: Path) 
         lost, kept = session_with(engine, TOKENS), session_with(engine, some_tokens(70, seed=70))
         engine.advance([lost, kept])
         assert kept.logits().tobytes() == alone[0]
-        damage_first_file(engine, lambda path: path.write_bytes(b""))
+        damage_first_file(engine, Path.unlink)
         lost.append_sampled(0)
         kept.append_sampled(0)
         failed = engine.sweep([lost, kept])
@@ -114,6 +114,19 @@ def test_latents_lost_in_a_decode_step_are_those_of_one_session(tmp_path: Path) 
         assert kept.logits().tobytes() == alone[1]
         lost.close()
         kept.close()
+
+
+def test_norms_are_given_rows_without_gaps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full tile of rows with gaps would have other bits than one that is filled up."""
+    whole, norm = [], Kernels.rms_norm
+
+    def watched(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+        whole.append(x.is_contiguous())
+        return norm(kernels, x, weight, eps)
+
+    monkeypatch.setattr(Kernels, "rms_norm", watched)
+    decoded(engine, (70, 5), 2)
+    assert whole and all(whole)
 
 
 # ---- pages and streamed layers ----
