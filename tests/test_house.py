@@ -33,8 +33,8 @@ GROUPS = {
     "model": "adaptive model layer_kda layer_mla layer_moe stream",
     "session": "prefix_folder prefixes session session_identity session_load session_manifest "
     "session_save",
-    "engine": "accelerator device_warmup devices open_device engine loading budget budget_kernels "
-    "generate options plan_text spilling turns warmup",
+    "engine": "accelerator batch device_warmup devices open_device engine engine_plan loading "
+    "budget budget_kernels generate options plan_text spilling turns warmup",
     "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
