@@ -48,9 +48,9 @@ def plan_engine(engine: Engine, checkpoint: Checkpoint) -> tuple[Plan, Accelerat
         try:
             plan, _ = _plan(engine, checkpoint, machine, count)
         except DoesNotFit:
-            if count > 1:
-                continue
-            raise
+            if count == counts[-1] and not found:
+                raise
+            continue
         found.append((plan.reads / count, -count))
     count = -min(found)[1]
     engine.options = replace(engine.options, sessions=count)
