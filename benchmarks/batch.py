@@ -37,24 +37,26 @@ from k3offload.make_tiny import make_tiny
 NEW, SHORTEST, LONGEST = 32, 100, 400
 
 
-WORDS = "and it came to pass that the people of the city went up in those days".split()  # noqa: SIM905
-    "and",
-    "it",
-    "came",
-    "to",
-    "pass",
-    "that",
-    "the",
-    "people",
-    "of",
-    "the",
-    "city",
-    "went",
-    "up",
-    "in",
-    "those",
-    "days",
-]
+WORDS = tuple(
+    [
+        "and",
+        "it",
+        "came",
+        "to",
+        "pass",
+        "that",
+        "the",
+        "people",
+        "of",
+        "the",
+        "city",
+        "went",
+        "up",
+        "in",
+        "those",
+        "days",
+    ]
+)
 
 
 def documents(engine: Engine, count: int, shortest: int, longest: int) -> list[Document]:
