@@ -37,34 +37,15 @@ from k3offload.make_tiny import make_tiny
 NEW, SHORTEST, LONGEST = 32, 100, 400
 
 
-WORDS = tuple(
-    [
-        "and",
-        "it",
-        "came",
-        "to",
-        "pass",
-        "that",
-        "the",
-        "people",
-        "of",
-        "the",
-        "city",
-        "went",
-        "up",
-        "in",
-        "those",
-        "days",
-    ]
-)
+WORDS = "and it came to pass that the people of the city went up in those days"
 
 
 def documents(engine: Engine, count: int, shortest: int, longest: int) -> list[Document]:
     """Texts of drawn words, each of a number of tokens drawn from ``shortest`` to ``longest``."""
-    drawn, made = random.Random(5), []
+    drawn, made, known = random.Random(5), [], WORDS.split()
     for i in range(count):
         size = drawn.randrange(shortest, longest)
-        words = " ".join(drawn.choice(WORDS) for _ in range(size))
+        words = " ".join(drawn.choice(known) for _ in range(size))
         text = engine.tokenizer.decode(engine.encode(f"{i} {words}")[:size])
         made.append(Document(str(i), text))
     return made
