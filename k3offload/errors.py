@@ -61,3 +61,7 @@ class NumericError(K3Error):
 
 class SessionError(K3Error):
     """A session is used in a way its state does not allow."""
+
+
+class DocumentError(K3Error):
+    """One document of a batch cannot be read; names it.  The others go on."""

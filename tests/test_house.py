@@ -27,7 +27,8 @@ GROUPS = {
     "leaf": "config errors machine paths registry",
     "spec": "spec inventory config_fields config_read precision",
     "data": "checkpoint headers json_stream shards findings find survey check_values "
-    "tokenizer tokenizer_json textstream sampling layout forecast_sizes",
+    "tokenizer tokenizer_json textstream sampling layout forecast_sizes documents "
+    "documents_jsonl documents_row documents_table documents_text",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "arena device_latents latents device_trunk fetch ring state weights",
     "model": "adaptive model layer_kda layer_mla layer_moe stream",
