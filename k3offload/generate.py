@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from .constrain import constraint
 from .errors import K3Error, SessionError, UsageError
 from .sampling import Sampler, Sampling
 from .session import Session
@@ -79,20 +80,25 @@ class _Active:
         self.sampler = Sampler(request.sampling)
         self.text = TextStream(engine.tokenizer, request.sampling.stop)
         self.ends = frozenset() if request.sampling.ignore_end else engine.tokenizer.end_ids
+        grammar = request.sampling.grammar
+        self.state = None if grammar is None else constraint(engine.tokenizer, grammar).start()
         self.begin = self.session.position
         self.prompt = len(self.session.waiting())
         self.made = 0
 
     def sample(self) -> Iterator[Event]:
         """Choose the next token from the session's logits; the last event may be ``Done``."""
-        token = self.sampler.choose(self.session.logits())
+        state = self.state
+        token = self.sampler.choose(self.session.logits(), None if state is None else state.mask)
         if token in self.ends:
             yield self.done("stop")
             return
         self.made += 1
+        if state is not None:
+            state.accept(token)
         self.session.append_sampled(token)
         yield Token(self.number, token, self.text.push(token))
-        if self.text.stopped:
+        if self.text.stopped or (state is not None and state.finished):
             yield self.done("stop")
         elif self.made >= self.request.max_new_tokens:
             yield self.done("length")
