@@ -107,9 +107,11 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         useful, counts = engine.disk.counts.bytes - useful, engine.counts()["experts"]
     rate = statistics.mean((before, read_rate(checkpoint, 1.5).rate))
     _check("experts asked for", counts.requests, touched.count)
-    _check("expert bytes read", counts.bytes, (touched.count - counts.hits) * page)
+    kept = counts.hits - (counts.useful - counts.late)  # what came early was read in this sweep
+    _check("experts read in vain", counts.prefetches - counts.useful, 0)
+    _check("expert bytes read", counts.bytes, (touched.count - kept) * page)
     if len(touched.sweeps) == 1:
-        _check("hits of a cold cache", counts.hits, 0)
+        _check("experts of a cold cache", kept, 0)
     if abs(kernel - ours) > slack:
         raise SystemExit(f"The kernel has read {kernel:,} bytes and we {ours:,}.")
     return {

@@ -72,16 +72,21 @@ class Clock:
 
     def __init__(self, kernels: Kernels) -> None:
         self.seconds = 0.0
+        self._inside = False
         for name, f in list(kernels._f.items()):
             kernels._f[name] = self._timed(f)
+        kernels.finish = self._timed(kernels.finish)  # type: ignore[method-assign]
 
     def _timed(self, f: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **rest: Any) -> Any:
-            begin = time.thread_time()
+            if self._inside:
+                return f(*args, **rest)
+            self._inside, begin = True, time.thread_time()
             try:
                 return f(*args, **rest)
             finally:
                 self.seconds += time.thread_time() - begin
+                self._inside = False
 
         return call
 

@@ -6,15 +6,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .choose_label import score_labels
+    from .constrain import Grammar
     from .engine import Engine
     from .loading import load
     from .sampling import Sampling
     from .session import Session
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Sampling", "Session", "__version__", "load"]
+__all__ = [
+    "Engine", "Grammar", "Sampling", "Session", "__version__", "load", "score_labels",
+]  # fmt: skip
 
-_HOME = {"Engine": ".engine", "load": ".loading", "Sampling": ".sampling", "Session": ".session"}
+_HOME = {
+    "Engine": ".engine",
+    "Grammar": ".constrain",
+    "load": ".loading",
+    "Sampling": ".sampling",
+    "Session": ".session",
+    "score_labels": ".choose_label",
+}
 
 
 def __getattr__(name: str) -> Any:

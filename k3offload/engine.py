@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from .accelerator import Accelerator, for_cpu
-from .budget import demand_of, latent_form
-from .budget_kernels import Backend
+from .batch import Batch, Document, OnError, Order, Tally
+from .budget import latent_form
 from .checkpoint import Checkpoint
-from .errors import DoesNotFit, K3Error, SessionError, UsageError
-from .kernels.choose import NATIVE, Kernels
+from .engine_plan import plan_engine
+from .errors import K3Error, SessionError, UsageError
+from .kernels.choose import Kernels
 from .kernels.workers import Workers
 from .latents import HomeOf, Ledger
 from .layer_moe import Side
-from .machine import read_machine, steady_allocator, trim_allocator
+from .machine import steady_allocator
 from .model import Hooks, Model, Run, Sides
 from .open_device import open_device
-from .options import PREFIX_DISK, Options, Watch, limits_of
+from .options import PREFIX_DISK, Options, Watch
 from .precision import choose_precision
 from .prefix_folder import PrefixFolder, prefix_place
 from .prefixes import Prefixes
 from .registry import implementations
+from .sampling import Sampling
 from .scheduler.counts import Counts
-from .scheduler.plan import Demand, Plan, make_plan
 from .scheduler.schedule import Schedule, predictor_named
 from .scheduler.store import ExpertStore
 from .session import Session
@@ -48,15 +48,6 @@ from .warmup import warm_up
 from .weights import Weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def backend_of(kernels: Kernels) -> Backend:
-    """What the memory plan has to know about the kernels."""
-    # prompt attention is counted by itself, whatever computes the rest
-    backends = {backend for op, backend in kernels.chosen.items() if op != "mla_prefill"}
-    unit = kernels.isa == "amx"
-    attends = unit and kernels.chosen["mla_prefill"] == NATIVE
-    return Backend(NATIVE in backends, unit, backends != {NATIVE}, attends)
 
 
 class Engine:
@@ -84,7 +75,7 @@ class Engine:
         steady_allocator()
         self._workers = Workers(options.threads)
         opened, self.device_line = open_device(device)
-        self._any_device = device == "auto"
+        self.any_device = device == "auto"
         if opened is None and (inert := options.of_a_device()):
             if device == "cpu":
                 raise UsageError(f"{inert} is about a GPU.", "Leave it out, or --device cpu.")
@@ -115,7 +106,7 @@ class Engine:
             prefix_place(options.prefix_dir, checkpoint.folder)
         warm_up(self.kernels, self._dtype)
         self.trunk = choose_precision(options.trunk, checkpoint.spec.trunk_precision)
-        self.plan, there = self._make_plan(checkpoint)
+        self.plan, there = plan_engine(self, checkpoint)
         self._watch.plan(self.plan)
         if self.plan.spills:
             self.spilling = Spilling(
@@ -156,48 +147,6 @@ class Engine:
             "embedding": self.weights.embed_counts,
         }
         self._build(there)
-
-    def _make_plan(self, checkpoint: Checkpoint) -> tuple[Plan, Accelerator | None]:
-        """The plan for the machine as it is now, and the device that has its part in it."""
-        options = self.options
-        trim_allocator()
-        machine = read_machine()
-        demand = demand_of(
-            checkpoint,
-            options.dtype,
-            trunk=self.trunk,
-            base=machine.rss,
-            threads=options.threads,
-            context=options.context,
-            sessions=options.sessions,
-            extra=options.extra,
-            policy=options.policy,
-            backend=backend_of(self.kernels),
-            prefixes=options.prefix_bytes(checkpoint.spec),
-            latent_dtype=options.latent_dtype,
-        )
-        limits = limits_of(machine, options)
-        demand, there = self._beside(demand)
-        if there is None:
-            return make_plan(demand, limits), None
-        rows = there.plan.sweep_rows
-        limits = replace(limits, rows=min(limits.rows or rows, rows))
-        return replace(make_plan(demand, limits), device=there.plan), there
-
-    def _beside(self, demand: Demand) -> tuple[Demand, Accelerator | None]:
-        """What RAM has to hold beside the device, and the device; without it if nobody asked for
-        it by name and it is too small."""
-        there = self.accelerator
-        try:
-            return (demand, None) if there is None else (there.make_plan(demand, self.trunk), there)
-        except DoesNotFit as error:
-            if not self._any_device or there is None:
-                raise
-            self.device_line = f"device: cpu ({error.problem})"
-            self._watch.warn(f"{there.device.name} is not used: {error.problem}")
-            there.close()
-            self.accelerator = None
-            return demand, None
 
     def _build(self, there: Accelerator | None) -> None:
         """The model over what was loaded."""
@@ -298,6 +247,32 @@ class Engine:
                 f"{tokens:,} tokens (prompt and answer) are more than the context of {limit:,}.",
                 "Shorten the prompt, ask for fewer tokens, or load with a larger context.",
             )
+
+    def batch(
+        self,
+        documents: Iterable[Document | str],
+        *,
+        prompt: str = "{text}",
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        on_error: OnError = "record",
+        order: Order = "input",
+        watch: Callable[[Tally], None] = lambda tally: None,
+    ) -> Batch:
+        """An iterator over ``Result``, one for each of ``documents``, which are taken as places
+        become free: as many at a time as the engine was loaded for (``sessions``).
+
+        ``prompt``: what a document is put into, at ``{text}``; ``on_error``: ``record`` what is
+        wrong with a document in its result, or ``raise`` it; ``order``: results come as in the
+        ``input``, or as they are ``completed``; ``watch``: told after every sweep.
+        ``Batch.results()`` is the asynchronous form.  Raises ``UsageError`` for settings that
+        cannot be; errors of the engine itself are raised by the iterator.
+        """
+        self.check_open()
+        return Batch(
+            self, documents, prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling,
+            on_error=on_error, order=order, watch=watch,
+        )  # fmt: skip
 
     # ---- work ----
 

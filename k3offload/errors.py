@@ -65,3 +65,7 @@ class SessionError(K3Error):
 
 class BatchError(K3Error):
     """What a batch writes cannot be written, read or continued; names the file and the line."""
+
+
+class DocumentError(K3Error):
+    """One document of a batch cannot be read; names it.  The others go on."""

@@ -26,6 +26,7 @@ from .engine import Engine
 from .errors import UsageError
 from .loading import open_engine
 from .model import Run
+from .sampling import log_probability
 from .session import Session
 from .spec import ModelSpec
 from .tokenizer import Tokenizer
@@ -165,13 +166,13 @@ def _scores(engine: Engine, session: Session, who: str) -> Floats:
     session.append(engine.encode(f" And {who} was called"))
     row, begin = session.logits(), session.position
     candidates = [engine.encode(f" {name}") for name in NAMES]
-    scores = np.array([_log_probability(row, tokens[0]) for tokens in candidates])
+    scores = np.array([log_probability(row, tokens[0]) for tokens in candidates])
     longer = [i for i, tokens in enumerate(candidates) if len(tokens) > 1]
     runs = [Run(session.state.copy(), candidates[i][:-1], len(candidates[i]) - 1) for i in longer]
 
     def emit(run: int, position: int, logits: torch.Tensor) -> None:
         for j, after in enumerate(logits.numpy(), position - begin):
-            scores[longer[run]] += _log_probability(after, candidates[longer[run]][j + 1])
+            scores[longer[run]] += log_probability(after, candidates[longer[run]][j + 1])
 
     if runs:
         engine.run(runs, emit)
@@ -179,8 +180,3 @@ def _scores(engine: Engine, session: Session, who: str) -> Floats:
         if run.error is not None:
             raise run.error
     return scores
-
-
-def _log_probability(row: npt.NDArray[np.float32], token: int) -> float:
-    wide = row.astype(np.float64)
-    return float(wide[token] - wide.max() - np.log(np.exp(wide - wide.max()).sum()))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from .constrain import constraint
 from .errors import K3Error, SessionError, UsageError
 from .sampling import Sampler, Sampling
 from .session import Session
@@ -79,20 +80,25 @@ class _Active:
         self.sampler = Sampler(request.sampling)
         self.text = TextStream(engine.tokenizer, request.sampling.stop)
         self.ends = frozenset() if request.sampling.ignore_end else engine.tokenizer.end_ids
+        grammar = request.sampling.grammar
+        self.state = None if grammar is None else constraint(engine.tokenizer, grammar).start()
         self.begin = self.session.position
         self.prompt = len(self.session.waiting())
         self.made = 0
 
     def sample(self) -> Iterator[Event]:
         """Choose the next token from the session's logits; the last event may be ``Done``."""
-        token = self.sampler.choose(self.session.logits())
+        state = self.state
+        token = self.sampler.choose(self.session.logits(), None if state is None else state.mask)
         if token in self.ends:
             yield self.done("stop")
             return
         self.made += 1
+        if state is not None:
+            state.accept(token)
         self.session.append_sampled(token)
         yield Token(self.number, token, self.text.push(token))
-        if self.text.stopped:
+        if self.text.stopped or (state is not None and state.finished):
             yield self.done("stop")
         elif self.made >= self.request.max_new_tokens:
             yield self.done("length")
@@ -102,6 +108,59 @@ class _Active:
         return Done(self.number, reason, self.text.flush(), self.made, error, reused)
 
 
+class Loop:
+    """Requests under way; more may join between sweeps.  Each keeps the number it was given."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._active: list[_Active] = []
+
+    def add(self, number: int, request: Request) -> None:
+        """Raises ``UsageError`` or ``SessionError`` for a request that cannot be run."""
+        if request.session.engine is not self._engine:
+            raise SessionError("A session is of another engine.", "Use its own engine.")
+        if any(a.session is request.session for a in self._active):
+            raise SessionError("Two requests are of one session.", "Fork it, or run them in turn.")
+        self._active.append(_Active(number, request, self._engine))
+
+    @property
+    def waiting(self) -> list[Session]:
+        """The sessions that the next sweep is for."""
+        return [a.session for a in self._active if a.session.needs_work]
+
+    def drop(self, number: int) -> None:
+        """Request ``number`` is no longer wanted."""
+        self._active = [a for a in self._active if a.number != number]
+
+    def step(self) -> Iterator[Event]:
+        """One sweep, then a token of each request that is far enough."""
+        waiting = self.waiting
+        failed = self._engine.sweep(waiting) if waiting else {}
+        for a in list(self._active):
+            for event in self._events(a, failed):
+                if isinstance(event, Done):
+                    self._active.remove(a)
+                yield event
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    @staticmethod
+    def _events(a: _Active, failed: dict[Session, K3Error]) -> Iterator[Event]:
+        if a.session in failed:
+            yield a.done("error", failed[a.session])
+            return
+        if a.session.needs_work:
+            yield Prefill(a.number, a.prompt - len(a.session.waiting()), a.prompt)
+            return
+        if not a.made and a.prompt:
+            yield Prefill(a.number, a.prompt, a.prompt)
+        try:
+            yield from a.sample()
+        except K3Error as error:
+            yield a.done("error", error)
+
+
 def generate(engine: Engine, requests: Sequence[Request]) -> Iterator[Event]:
     """Run ``requests`` together; yields events as they happen, one ``Done`` for each request.
 
@@ -109,34 +168,12 @@ def generate(engine: Engine, requests: Sequence[Request]) -> Iterator[Event]:
     "error"`` and the others go on; an error of the engine itself (a read that failed for good) is
     raised.  Raises ``UsageError`` or ``SessionError`` at once for requests that cannot be run.
     """
-    active = [_Active(i, request, engine) for i, request in enumerate(requests)]
-    if len({id(a.session) for a in active}) < len(active):
-        raise SessionError("Two requests are of one session.", "Fork it, or run them in turn.")
-    if any(a.session.engine is not engine for a in active):
-        raise SessionError("A session is of another engine.", "Use its own engine.")
-    return _loop(engine, active)
+    loop = Loop(engine)
+    for i, request in enumerate(requests):
+        loop.add(i, request)
+    return _run(loop)
 
 
-def _loop(engine: Engine, active: list[_Active]) -> Iterator[Event]:
-    while active:
-        waiting = [a.session for a in active if a.session.needs_work]
-        failed = engine.sweep(waiting) if waiting else {}
-        for a in list(active):
-            ended: Done | None = None
-            if a.session in failed:
-                ended = a.done("error", failed[a.session])
-                yield ended
-            elif a.session.needs_work:
-                yield Prefill(a.number, a.prompt - len(a.session.waiting()), a.prompt)
-            else:
-                if not a.made and a.prompt:
-                    yield Prefill(a.number, a.prompt, a.prompt)
-                try:
-                    for event in a.sample():
-                        ended = event if isinstance(event, Done) else None
-                        yield event
-                except K3Error as error:
-                    ended = a.done("error", error)
-                    yield ended
-            if ended is not None:
-                active.remove(a)
+def _run(loop: Loop) -> Iterator[Event]:
+    while len(loop):
+        yield from loop.step()

@@ -45,8 +45,8 @@ def kda(
         rows = MixerRows([stream[own] for stream in qkv], raw[own], beta[own], gate[own])
         tails, matrix = state.conv[w.layer].unbind(), state.kda[w.layer]
         done.append(kernels.mixer(rows, tails, matrix, fixed, group.decode))
-        state.passed(w.layer, part.start + part.count)
-    return project("o_proj", done[0] if len(done) == 1 else torch.cat(done))
+        state.passed(w.layer, part.start + part.count, kernels.finish)
+    return project("o_proj", kernels.joined(done))
 
 
 def _fixed(w: LayerWeights, spec: ModelSpec) -> MixerWeights:

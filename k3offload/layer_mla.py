@@ -39,7 +39,7 @@ def mla(
 
     def norm(name: str, source: torch.Tensor) -> torch.Tensor:
         weight = w.vector(f"self_attn.{name}_layernorm.weight")
-        return kernels.rms_norm(source.contiguous(), weight, spec.mla_eps)
+        return kernels.rms_norm(kernels.dense(source), weight, spec.mla_eps)
 
     of_x = ["q_proj" if m.q_lora is None else "q_a_proj", "kv_a_proj_with_mqa"]
     if m.output_gate:
@@ -48,7 +48,9 @@ def mla(
     q, kv, *gate = kernels.linears(x, bundle, group.decode)
     if m.q_lora is not None:
         q = project("q_b_proj", norm("q_a", q))
-    latent = torch.cat((norm("kv_a", kv[:, : m.kv_lora]), kv[:, m.kv_lora :]), 1)
+    latent = norm("kv_a", kv[:, : m.kv_lora])
+    kernels.finish()
+    latent = torch.cat((latent, kv[:, m.kv_lora :]), 1)
     latent = pack(latent, states[group.parts[0].run].form)
     for part in group.parts:
         with states[part.run].losing():

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ def mlp(
 
 def moe(
     normed: Callable[[Group], torch.Tensor],
-    emit: Callable[[Group, torch.Tensor], None],
+    emit: Callable[[Group, torch.Tensor, torch.Tensor | None], None],
     groups: Sequence[Group],
     w: LayerWeights,
     spec: ModelSpec,
@@ -64,14 +65,15 @@ def moe(
     side: Side,
     on_route: OnRoute,
 ) -> torch.Tensor:
-    """LatentMoE of one layer: calls ``emit(group, [R, H])`` once for each group.  ``side`` computes
-    the routed experts.  Returns what they were given, [R, Z]."""
+    """LatentMoE of one layer: calls ``emit(group, routed, shared)``, each [R, H], once for each
+    group.  ``side`` computes the routed experts.  Returns what they were given, [R, Z]."""
     assert spec.moe is not None
     m = spec.moe
     xs = [normed(group) for group in groups]
     experts, shares = _route(xs, groups, w, spec, kernels, on_route)
     places = _places(experts, w.layer)
-    with store.lease(places) as arrivals:
+    with ExitStack() as leased:
+        arrivals = leased.enter_context(store.lease(places))
         store.drop_prefetches(w.layer)
         latents = []
         for i, group in enumerate(groups):
@@ -80,9 +82,11 @@ def moe(
             latents.append(kernels.linear(x, w.matrix(down), group.decode) if m.latent else x)
             if m.shared_width:  # the shared result takes the place of its input
                 xs[i] = mlp(x, "block_sparse_moe.shared_experts", w, spec, kernels, group.decode)
-        latent = torch.cat(latents) if len(latents) > 1 else latents[0]
+        latent = kernels.joined(latents)
         results = _Results(side.kernels.here(latent)[0], experts.shape[1], spec)
         decoding = sum(group.end - group.begin for group in groups if group.decode)
+        if kernels.waiting and not _has_all(store, places):
+            kernels.finish()  # what needs no page, while pages come
         for batch in arrivals:
             weights = [expert_weights(page, buffer) for page, buffer in batch]
             chosen = [places[page] for page, _ in batch]
@@ -92,11 +96,17 @@ def moe(
                 store.computed(time.perf_counter() - begin, len(batch))
             else:
                 results.run(weights, chosen, decoding, side.kernels)
-    at, shares = side.kernels.here(results.at, shares)
-    for group, shared in zip(groups, xs, strict=True):
-        own = side.kernels.combine(results.y, at[group.rows], shares[group.rows])
-        y = _projected(kernels.here(own)[0], group, w, spec, kernels)
-        emit(group, y.add_(shared) if m.shared_width else y)
+            if results.full:
+                break
+            kernels.finish()  # its pages may leave
+        if not kernels.waiting:
+            leased.close()  # others wait for the pages; what ran beside the device has landed
+        at, shares = side.kernels.here(results.at, shares)
+        for group, shared in zip(groups, xs, strict=True):
+            own = side.kernels.combine(results.y, at[group.rows], shares[group.rows])
+            y = _projected(kernels.here(own)[0], group, w, spec, kernels)
+            emit(group, y, shared if m.shared_width else None)
+        kernels.finish()  # the last pages may leave
     return latent
 
 
@@ -135,7 +145,12 @@ def route(
     gate = w.matrix("block_sparse_moe.gate.weight")
     bias = w.vector("block_sparse_moe.gate.e_score_correction_bias")
     chosen, share, scores = kernels.router(x, gate, bias, m.top_k, m.renormalize, m.scale, decode)
+    kernels.finish()
     return chosen, share, scores.add_(bias)
+
+
+def _has_all(store: ExpertStore | Adaptive, pages: Mapping[PageId, object]) -> bool:
+    return isinstance(store, ExpertStore) and store.has_all(pages.keys())
 
 
 def _places(experts: torch.Tensor, layer: int) -> dict[PageId, list[int]]:
@@ -196,6 +211,11 @@ class _Results:
             self._moved = kernels.here(self._latent)[0]
             outbox.aim(self.y)
         return self._moved
+
+    @property
+    def full(self) -> bool:
+        """Whether all experts have run, or wait to."""
+        return self._done == self._count
 
     @property
     def at(self) -> torch.Tensor:

@@ -6,6 +6,7 @@ asked for, experts arrive.  All rows pass a layer before the next layer begins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ class Model:
         groups = pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs])
         sealed = self._sealed(groups[-1].end)
         looks = self._schedule if isinstance(sealed, Resident) else None
-        ahead = looks if all(group.decode for group in groups) else None
+        decodes = all(group.decode for group in groups) and isinstance(sealed, Resident)
+        ahead = looks if decodes else None
         on_route = _both(ahead, hooks.on_route) if ahead else hooks.on_route
         if ahead:
             ahead.begin(sum(len(run.tokens) for run in runs))
@@ -120,6 +122,9 @@ class Model:
             with self._sides.blamed(), single_threaded(), ExitStack() as in_force:
                 for kernels in self._sides.kernels:
                     in_force.enter_context(kernels.in_force())
+                alone = decodes and len(self._sides.kernels) == 1
+                few = self._sides.kernels[0].put_off(groups[-1].end if alone else 0)
+                in_force.enter_context(few)
                 first = self._sides.layers[0]
                 p = first.kernels.here(self._embed(runs, groups))[0]
                 stream = Stream(p, first, sealed)
@@ -135,7 +140,7 @@ class Model:
                             self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)
                         elif looks:
                             self._read_on(layer, stream, looks)
-                    stream.note_ends()
+                        stream.side.kernels.finish()  # its memory may go to another layer
                 self._check(stream, groups, runs)
                 stream.move(self._sides.head)
                 self._head(stream, groups, runs, emit)
@@ -186,10 +191,8 @@ class Model:
         for group, h in zip(groups, mixed, strict=True):
             x = kernels.rms_norm(h, w.vector("input_layernorm.weight"), self.spec.eps)
             y = sublayer(x, group, states, w, self.spec, kernels)
-            if seals:
-                own(stream.p, group).copy_(y)
-            else:
-                torch.add(own(before, group), y, out=own(stream.p, group))
+            base = None if seals else own(before, group)
+            kernels.residual(base, y, None, own(stream.p, group))
 
     def _feed_forward(
         self,
@@ -208,13 +211,16 @@ class Model:
             norm = w.vector("post_attention_layernorm.weight")
             return kernels.rms_norm(next(mixed), norm, self.spec.eps)
 
-        def emit(group: Group, z: torch.Tensor) -> None:
-            own(stream.p, group).add_(z)
+        def emit(group: Group, y: torch.Tensor, shared: torch.Tensor | None) -> None:
+            p = own(stream.p, group)
+            peaks = kernels.residual(p, y, shared, p, peaks=True)
+            assert peaks is not None
+            stream.peaks.append(peaks)
 
         if layer.ffn == "dense":
             for group in groups:
                 x = normed(group)
-                emit(group, mlp(x, "mlp", w, self.spec, kernels, group.decode))
+                emit(group, mlp(x, "mlp", w, self.spec, kernels, group.decode), None)
             return None
         assert self._store is not None
         return moe(
@@ -237,6 +243,7 @@ class Model:
         index, scores = following[0].index, None
         if schedule.asks_router:
             scores = self._next_router(index, stream, None)[1]
+        stream.side.kernels.finish()
         told = [scores, latent.float() if schedule.asks_latent and latent is not None else None]
         some = [tensor for tensor in told if tensor is not None]
         host = iter(stream.side.kernels.to_host(*some) if some else ())
@@ -293,10 +300,11 @@ class Model:
     def _check(self, stream: Stream, groups: Sequence[Group], runs: Sequence[Run]) -> None:
         """Give runs whose numbers are no longer finite their errors, which name the first layer.
         Once for all layers, since it waits for what they gave."""
-        finite = torch.isfinite(torch.cat(stream.ends)).all(1)  # [layers, R]
-        finite = stream.side.kernels.to_host(finite)[0]
-        if bool(finite.all()):
+        stream.side.kernels.finish()
+        peaks = stream.side.kernels.to_host(torch.cat(stream.peaks))[0]
+        if bool(peaks.max() < math.inf):  # not so for NaN
             return
+        finite = torch.isfinite(peaks.view(len(self.spec.layers), -1))  # [layers, R]
         for layer, rows in zip(self.spec.layers, finite, strict=True):
             for part in _parts(groups):
                 run = runs[part.run]
@@ -313,6 +321,7 @@ class Model:
     ) -> None:
         """Logits in float32 of the rows that are kept, 64 rows of one kind at a time."""
         w, kernels = self._weights.globals, stream.side.kernels
+        kernels.finish()
         mix = self._mix(stream, w, "output_attn_res")
         for decode in (True, False):
             parts = _parts([group for group in groups if group.decode == decode])
@@ -328,10 +337,14 @@ class Model:
                 rows = [row for _, _, row in some]
                 (index,) = kernels.here(torch.tensor(rows))
                 h = mix([*stream.sealed.picked(index), stream.p[index]])
-                x = kernels.rms_norm(h, w.vector("norm.weight"), self.spec.eps).float()
+                x = kernels.rms_norm(h, w.vector("norm.weight"), self.spec.eps)
+                kernels.finish()
+                x = x.float()
                 logits = torch.empty(len(some), self.spec.vocab, device=x.device)
                 for begin, end, weight in self._weights.head_blocks():
-                    logits[:, begin:end] = kernels.linear(x, weight, decode)
+                    block = kernels.linear(x, weight, decode)
+                    kernels.finish()
+                    logits[:, begin:end] = block
                 (logits,) = kernels.to_host(logits)
                 for j, (run, position, _) in enumerate(some):
                     emit(run, position, logits[j : j + 1])

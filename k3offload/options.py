@@ -33,6 +33,7 @@ class Options:
     latent_dtype: str | None = None  # None: as activations; int8 and fp8 lose some
     context: int = 4096
     sessions: int = 1
+    fewer: bool = False  # so many sessions at most: as many as let each of them read least
     held: int = 0  # tokens of the context that are computed already
     sweep: int | None = None  # tokens; None: as many as make prompt and answer read least
     answer: int | None = None  # tokens of ``context`` that are decoded; None: as often

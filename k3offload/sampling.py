@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 import secrets
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .constrain import Grammar
 from .errors import NumericError, UsageError
+
+Row = NDArray[np.float32]  #: logits, [vocab]
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class Sampling:
     seed: of the request's random stream; None draws one, and ``Sampler.seed`` tells which.
     stop: texts that end the answer, not part of it.
     ignore_end: go on past end tokens.
+    grammar: what the answer must look like.  It ends where the grammar is complete and nothing may
+        follow, or at an end token, which comes only where it is complete.  ``max_new_tokens`` and
+        ``stop`` end it wherever it is, and JSON is then cut off.
 
     Raises UsageError naming the field that is out of range.
     """
@@ -43,6 +50,7 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_end: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _check(self, "temperature", _number(self.temperature), "a number from 0 up")
@@ -53,6 +61,10 @@ class Sampling:
         texts = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
         _check(self, "stop", texts, "a tuple of non-empty strings")
         _check(self, "ignore_end", isinstance(self.ignore_end, bool), "True or False")
+        known = self.grammar is None or isinstance(self.grammar, Grammar)
+        _check(self, "grammar", known, "a Grammar, as Grammar.of_schema(...) gives")
+        if self.grammar is not None and self.ignore_end:
+            raise UsageError("A grammar says where the answer ends.", "Leave out ignore_end.")
 
     @property
     def greedy(self) -> bool:
@@ -72,14 +84,18 @@ class Sampler:
         self._random = np.random.Generator(np.random.PCG64(self.seed))
         self._step = 0
 
-    def choose(self, logits: NDArray[np.float32]) -> int:
+    def choose(self, logits: Row, mask: Callable[[Row], Row] | None = None) -> int:
         """The next token from ``logits`` [vocab], float32; -inf marks a token that may not come.
 
-        Raises NumericError, naming the step, for NaN, +inf, or -inf everywhere; a broken forward
-        pass must end the request instead of turning into token 0 for ever.
+        ``mask`` marks more of them.  Raises NumericError, naming the step, for NaN, +inf, or -inf
+        everywhere; a broken forward pass must end the request instead of turning into token 0 for
+        ever.
         """
         step, self._step = self._step, self._step + 1
         best = _sound(logits, step)
+        if mask is not None:  # behind the check of all: it may hide a NaN
+            logits = mask(logits)
+            best = _sound(logits, step)
         s = self.sampling
         if s.greedy:
             return best
@@ -97,6 +113,12 @@ class Sampler:
         return min(at, int(np.flatnonzero(weights)[-1]))
 
 
+def log_probability(logits: Row, token: int) -> float:
+    """Natural logarithm of the probability that ``logits`` [vocab] give to ``token``."""
+    wide = logits.astype(np.float64)
+    return float(wide[token] - wide.max() - np.log(np.exp(wide - wide.max()).sum()))
+
+
 def _keep_top(weights: NDArray[np.float64], top_k: int, top_p: float) -> None:
     """Sets to 0 all but the most likely ``top_k``, and of these all but the first ``top_p``."""
     order = np.argsort(-weights, kind="stable")  # stable: equals stay in order of id
@@ -109,7 +131,7 @@ def _keep_top(weights: NDArray[np.float64], top_k: int, top_p: float) -> None:
         weights[order[before >= top_p * sums[-1]]] = 0.0
 
 
-def _sound(logits: NDArray[np.float32], step: int) -> int:
+def _sound(logits: Row, step: int) -> int:
     """The id of the largest logit, lowest of equals, after making sure that it means something."""
     if logits.ndim != 1 or logits.size == 0:
         raise UsageError(f"Logits have shape {logits.shape}.", "Pass one row, [vocab].")

@@ -139,10 +139,12 @@ class SequenceState:
         has to let it ``take_latents``."""
         self._marks.append(_Mark(position, into, keep))
 
-    def passed(self, layer: int, position: int) -> None:
-        """KDA layer ``layer`` has advanced to ``position``, within a sweep."""
+    def passed(self, layer: int, position: int, finish: Callable[[], None]) -> None:
+        """KDA layer ``layer`` has advanced to ``position``, within a sweep, or will have after
+        ``finish``."""
         for mark in self._marks:
             if mark.position == position:
+                finish()
                 mark.into._take_layer(self, layer)
 
     def settle(self) -> None:

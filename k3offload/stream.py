@@ -106,26 +106,21 @@ class Spilled:
 
 
 class Stream:
-    """``p`` [R, H] the running sum, ``sealed`` the summaries, ``ends`` the least and largest number
-    of each row after each layer so far, parts of [layers, 2, R]; where it is now, and what computes
-    there."""
+    """``p`` [R, H] the running sum, ``sealed`` the summaries, ``peaks`` the largest magnitude of
+    each row after each layer so far, parts of [layers * R]; where it is, what computes there."""
 
     def __init__(self, p: torch.Tensor, side: Side, sealed: Resident | Spilled) -> None:
         self.p, self.side, self.sealed = p, side, sealed
-        self.ends: list[torch.Tensor] = []
+        self.peaks: list[torch.Tensor] = []
 
     def move(self, side: Side) -> None:
         """Go on at ``side``."""
         if side.where != self.side.where:
             assert isinstance(self.sealed, Resident)  # no device has part in a sweep that spills
-            sums, ends = self.sealed.sums, [torch.cat(self.ends)] if self.ends else []
-            self.p, *rest = side.kernels.here(self.p, *sums, *ends)
-            self.sealed.sums, self.ends = rest[: len(sums)], rest[len(sums) :]
+            sums, peaks = self.sealed.sums, [torch.cat(self.peaks)] if self.peaks else []
+            self.p, *rest = side.kernels.here(self.p, *sums, *peaks)
+            self.sealed.sums, self.peaks = rest[: len(sums)], rest[len(sums) :]
         self.side = side
-
-    def note_ends(self) -> None:
-        """After a layer.  Both ends of a row are finite only if all of it is."""
-        self.ends.append(torch.stack((self.p.amin(1), self.p.amax(1)))[None])
 
 
 def own(rows: torch.Tensor, group: Group) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import UsageError
 from ..registry import implementation, names
-from . import mixer, mixer_native, native
+from . import c_function, mixer, mixer_native, native, residual, residual_native
 from .experts_reference import Job
 from .glu_reference import Activation
 from .latent_format import DECODE_ROOM, DEVICE_ROOM, PROMPT_ROOM, LatentFormat
@@ -47,6 +47,7 @@ MIXED = ("short_conv", "kda_gate", "kda")  #: what `mixer` is put together from
 NATIVE, REFERENCE, TRITON = "native", "reference", "triton"
 
 
+FEW_ROWS = 8  #: decode rows whose calls are put off: more have much to keep and gain little
 CPU = torch.device("cpu")
 
 
@@ -88,6 +89,10 @@ class Kernels:
             functions["mixer"] = one_at_a_time(own)
         else:
             functions["mixer"] = partial(mixer.composed, dict(functions))
+        own = residual_native if self.chosen["attnres"] == NATIVE else residual
+        functions["residual"] = own.residual
+        #: what decode rows need is native, so that no other operator reads what was put off
+        self._all_native = {self.chosen[op] for op in OPS if op != "mla_prefill"} == {NATIVE}
         self._f = functions
 
     def _backend(self, op: str, wanted: str | None) -> str:
@@ -117,8 +122,37 @@ class Kernels:
             return torch.cuda.device(self._where)
         return nullcontext() if self.isa is None else native.using(self.isa)
 
+    def put_off(self, rows: int) -> AbstractContextManager[None]:
+        """Calls inside the block, of ``rows`` decode rows and no others, may wait for `finish`."""
+        return c_function.PutOff(self._all_native and 0 < rows <= FEW_ROWS)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything was put off."""
+        return c_function.waiting()
+
+    def finish(self) -> None:
+        """Compute what was put off: before anything but an operator of these reads a result, and
+        before weights or pages that it was given may go."""
+        c_function.finish()
+
+    def dense(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` as contiguous memory: how a row lies is part of its bits."""
+        if x.is_contiguous():
+            return x
+        self.finish()
+        return x.contiguous()
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        self.finish()
+        return torch.cat(list(parts))
+
     def to_host(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """``tensors`` in RAM, waited for together."""
+        self.finish()
         self.waits += 1
         return fetched(tensors)
 
@@ -187,6 +221,19 @@ class Kernels:
     ) -> torch.Tensor:
         y: torch.Tensor = self._f["attnres"](entries, norm, query, eps)
         return y
+
+    def residual(
+        self,
+        base: torch.Tensor | None,
+        y: torch.Tensor,
+        more: torch.Tensor | None,
+        out: torch.Tensor,
+        peaks: bool = False,
+    ) -> torch.Tensor | None:
+        """``out`` = ``base`` + (``y`` + ``more``); ``y`` is used up.  With ``peaks`` the largest
+        magnitude of each row, [R] float32."""
+        found: torch.Tensor | None = self._f["residual"](base, y, more, out, peaks, self.workers)
+        return found
 
     def mixer(
         self,

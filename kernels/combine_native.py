@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import native
-from .c_function import CFunction, dtype_of
+from .c_function import CFunction, dense, dtype_of
 from .workers import Workers
 
 _CALL = CFunction("k3_combine", "piqqqpppp")
@@ -19,10 +19,9 @@ def combine(
     rows, count = at.shape
     assert at.dtype == torch.int64 and weights.dtype == torch.float32, (at.dtype, weights.dtype)
     assert weights.shape == at.shape, (weights.shape, at.shape)
-    x, at, weights = x.contiguous(), at.contiguous(), weights.contiguous()
+    x, at, weights = dense(x), dense(at), dense(weights)
     out = x.new_empty(rows, x.shape[1])
     _CALL(
-        native.pool(workers), dtype_of(x), rows, count, x.shape[1], x.data_ptr(), at.data_ptr(),
-        weights.data_ptr(), out.data_ptr(),
+        native.pool(workers), dtype_of(x), rows, count, x.shape[1], x, at, weights, out,
     )  # fmt: skip
     return out

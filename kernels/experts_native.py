@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from . import native
-from .c_function import CFunction, dtype_of
+from .c_function import CFunction, dense, dtype_of
 from .experts_reference import Job
 from .glu_reference import Activation
 from .linear_native import place_of
@@ -34,7 +34,7 @@ def experts(
 ) -> torch.Tensor:
     """Each job's rows of ``x`` [R, K], one job's after another's -> [rows of all jobs, K'], in
     ``x``'s dtype, written to ``out`` if it is given."""
-    x = x.contiguous()
+    x = dense(x)
     total, k = x.shape
     width = jobs[0].down.shape[0]
     rows = array("q", [row for job in jobs if job.rows is not None for row in job.rows])
@@ -51,13 +51,13 @@ def experts(
     for job in jobs:
         inner, own = job.gate.shape[0], total if job.rows is None else len(job.rows)
         assert job.gate.shape == job.up.shape == (inner, k) and job.down.shape == (width, inner)
-        fields.extend((0 if job.rows is None else row_at, own))
-        fields.extend((*place_of(job.gate), *place_of(job.up), *place_of(job.down)))
-        fields.extend((inner, width, out_at))
+        places = (*place_of(job.gate), *place_of(job.up), *place_of(job.down))
+        fields.extend((0 if job.rows is None else row_at, own, *places, inner, width, out_at))
         out_at += own * row_bytes
         row_at += 0 if job.rows is None else own * rows.itemsize
     _experts(
-        native.pool(workers), dtype_of(x), x.data_ptr(), total, k, fields.buffer_info()[0],
+        native.pool(workers), dtype_of(x), x, total, k, fields.buffer_info()[0],
         len(jobs), ACTIVATIONS[act.name], act.beta, act.linear_beta or 0.0, decode,
+        also=(fields, rows, out, jobs),
     )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .c_function import CFunction, dtype_of, threads_of
+from .c_function import CFunction, dense, dtype_of, threads_of
 from .workers import Workers
 
 _SITU = CFunction("k3_situ", "piqqffppp")
@@ -22,23 +22,23 @@ def situ(
     workers: Workers | None = None,
 ) -> torch.Tensor:
     """``gate``, ``up`` [R, N] -> [R, N] in their dtype.  The sigmoid sees the raw gate."""
-    gate, up = gate.contiguous(), up.contiguous()
+    gate, up = dense(gate), dense(up)
     assert gate.shape == up.shape, (gate.shape, up.shape)
     out = torch.empty_like(gate)
     _SITU(
         threads_of(workers), dtype_of(gate), *gate.shape, beta, linear_beta or 0.0,
-        gate.data_ptr(), up.data_ptr(), out.data_ptr(),
+        gate, up, out,
     )  # fmt: skip
     return out
 
 
 def silu(gate: torch.Tensor, up: torch.Tensor, workers: Workers | None = None) -> torch.Tensor:
     """silu(``gate``) * ``up``, [R, N] -> [R, N] in their dtype (the Kimi Linear activation)."""
-    gate, up = gate.contiguous(), up.contiguous()
+    gate, up = dense(gate), dense(up)
     assert gate.shape == up.shape, (gate.shape, up.shape)
     out = torch.empty_like(gate)
     _SILU(
         threads_of(workers), dtype_of(gate), *gate.shape,
-        gate.data_ptr(), up.data_ptr(), out.data_ptr(),
+        gate, up, out,
     )  # fmt: skip
     return out

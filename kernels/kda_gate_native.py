@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .c_function import CFunction, dtype_of, threads_of, wide
+from .c_function import CFunction, dense, dtype_of, threads_of, wide
 from .workers import Workers
 
 _GATE = CFunction("k3_kda_gate", "piqqqfpppp")
@@ -24,15 +24,15 @@ def kda_gate(
     ``a_log`` [h], ``dt_bias`` [h*d].  With ``lower`` the bounded gate of K3,
     lower * sigmoid(exp(A) z); without it Kimi Linear's -exp(A) softplus(z); z = raw + dt_bias.
     """
-    raw, a_log, dt_bias = raw.contiguous(), wide(a_log), wide(dt_bias)
+    raw, a_log, dt_bias = dense(raw), wide(a_log), wide(dt_bias)
     assert lower is None or lower < 0, lower
     rows, heads = raw.shape[0], a_log.shape[0]
     dim = raw.shape[1] // heads
     assert dt_bias.numel() == raw.shape[1] == heads * dim, (raw.shape, dt_bias.shape)
     out = torch.empty(rows, heads, dim)
     _GATE(
-        threads_of(workers), dtype_of(raw), rows, heads, dim, lower or 0.0, raw.data_ptr(),
-        a_log.data_ptr(), dt_bias.data_ptr(), out.data_ptr(),
+        threads_of(workers), dtype_of(raw), rows, heads, dim, lower or 0.0, raw,
+        a_log, dt_bias, out,
     )  # fmt: skip
     return out
 
@@ -40,9 +40,9 @@ def kda_gate(
 def l2_norm(x: torch.Tensor, eps: float = 1e-6, workers: Workers | None = None) -> torch.Tensor:
     """``x`` [R, h, d] float32 / sqrt(sum(x^2) + eps): eps joins the sum, inside the root."""
     assert x.dtype == torch.float32, x.dtype
-    x = x.contiguous()
+    x = dense(x)
     out, dim = torch.empty_like(x), x.shape[-1]
-    _UNIT(threads_of(workers), x.numel() // dim, dim, eps, x.data_ptr(), out.data_ptr())
+    _UNIT(threads_of(workers), x.numel() // dim, dim, eps, x, out)
     return out
 
 
@@ -56,13 +56,13 @@ def gated_norm(
     """RMS norm of each head, times ``weight`` [d] and sigmoid(``gate``): ``x`` [R, h, d] float32,
     ``gate`` [R, h*d] -> [R, h*d] in ``gate``'s dtype."""
     assert x.dtype == torch.float32, x.dtype
-    x, gate, weight = x.contiguous(), gate.contiguous(), wide(weight)
+    x, gate, weight = dense(x), dense(gate), wide(weight)
     rows, heads, dim = x.shape
     assert gate.shape == (rows, heads * dim), (x.shape, gate.shape)
     assert weight.numel() == dim, (weight.shape, dim)
     out = torch.empty_like(gate)
     _NORM(
-        threads_of(workers), dtype_of(gate), rows, heads, dim, eps, x.data_ptr(),
-        gate.data_ptr(), weight.data_ptr(), out.data_ptr(),
+        threads_of(workers), dtype_of(gate), rows, heads, dim, eps, x,
+        gate, weight, out,
     )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from . import native
-from .c_function import CFunction
+from .c_function import CFunction, dense
 from .workers import Workers
 
 CHUNK = 64  #: tokens of a chunk at most; MOST of native/seq_kda.h
@@ -36,8 +36,8 @@ def kda_step(
     q, k, v, g, beta = _checked((q, k, v, g, beta), state, ())
     out = torch.empty_like(v)
     _STEP(
-        native.pool(workers), *state.shape, q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(),
-        beta.data_ptr(), state.data_ptr(), out.data_ptr(),
+        native.pool(workers), *state.shape, q, k, v, g,
+        beta, state, out,
     )  # fmt: skip
     return out
 
@@ -58,8 +58,8 @@ def kda_chunk(
     q, k, v, g, beta = _checked((q, k, v, g, beta), state, (rows,))
     out = torch.empty_like(v)
     _CHUNK(
-        native.pool(workers), rows, *state.shape, q.data_ptr(), k.data_ptr(), v.data_ptr(),
-        g.data_ptr(), beta.data_ptr(), state.data_ptr(), out.data_ptr(),
+        native.pool(workers), rows, *state.shape, q, k, v,
+        g, beta, state, out,
     )  # fmt: skip
     return out
 
@@ -75,4 +75,4 @@ def _checked(
         assert x.shape == (*lead, *width), (x.shape, state.shape)
     assert state.dtype == torch.float32, state.dtype
     assert state.is_contiguous()
-    return [x.contiguous() for x in args]
+    return [dense(x) for x in args]

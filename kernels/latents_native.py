@@ -32,5 +32,5 @@ def unpack(
     places = (ctypes.c_void_p * len(blocks))(*(block.data_ptr() for block in blocks))
     _CALL(
         native.pool(workers), dtype_of(out), form.precision == "fp8", count, size, form.row,
-        form.scales, form.codes, form.kv_lora, form.rope, places, out.data_ptr(),
+        form.scales, form.codes, form.kv_lora, form.rope, places, out, also=blocks,
     )  # fmt: skip

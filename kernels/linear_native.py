@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from . import native
-from .c_function import CFunction, dtype_of
+from .c_function import CFunction, dense, dtype_of
 from .int8 import Int8Weight
 from .linear_reference import Bundle, DenseWeight, Weight
 from .mxfp4 import Mxfp4Weight
@@ -22,7 +22,7 @@ from .workers import Workers
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  #: enum Kind of native/linear.h
 INT8, MXFP4 = 3, 4
 
-_linear = CFunction("k3_linear", "pipqqpqpi")
+_linear = CFunction("k3_linear", "piipqqpqpi")
 
 Place = tuple[int, int, int]  #: kind, address of the numbers, address of the scales or 0
 
@@ -59,16 +59,25 @@ def _fields(holder: Weight | Bundle, weights: Sequence[Weight]) -> ctypes.Array[
     return fields
 
 
-def linear(x: torch.Tensor, weight: Weight, workers: Workers, decode: bool = False) -> torch.Tensor:
-    """``x`` [R, K] times ``weight`` [N, K] -> [R, N] in ``x``'s dtype, summed in float32."""
+def linear(
+    x: torch.Tensor,
+    weight: Weight,
+    workers: Workers,
+    decode: bool = False,
+    result: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``x`` [R, K] times ``weight`` [N, K] -> [R, N] in ``x``'s dtype, summed in float32.
+
+    With ``result`` float32: as if ``x`` were float32."""
     n, k = weight.shape
     rows = x.shape[0]
     assert x.shape[1] == k, (x.shape, weight.shape)
-    fields, x = _fields(weight, (weight,)), x.contiguous()
-    out = torch.empty(rows, n, dtype=x.dtype)
+    fields, x = _fields(weight, (weight,)), dense(x)
+    out = torch.empty(rows, n, dtype=result or x.dtype)
     _linear(
-        native.pool(workers), dtype_of(x), x.data_ptr(), rows, k, fields, 1, out.data_ptr(), decode
-    )
+        native.pool(workers), dtype_of(x), dtype_of(out), x, rows, k, fields, 1, out, decode,
+        also=weight,
+    )  # fmt: skip
     return out
 
 
@@ -79,12 +88,12 @@ def linears(
     weights = bundle.weights
     rows, k = x.shape
     assert all(w.shape[1] == k for w in weights), (x.shape, [w.shape for w in weights])
-    fields, x = _fields(bundle, weights), x.contiguous()
+    fields, x = _fields(bundle, weights), dense(x)
     sizes = [w.shape[0] for w in weights]
     out = torch.empty(rows * sum(sizes), dtype=x.dtype)
     _linear(
-        native.pool(workers), dtype_of(x), x.data_ptr(), rows, k, fields, len(weights),
-        out.data_ptr(), decode,
+        native.pool(workers), dtype_of(x), dtype_of(x), x, rows, k, fields, len(weights), out,
+        decode, also=weights,
     )  # fmt: skip
     if rows == 1:
         return list(torch.split_with_sizes(out.view(1, -1), sizes, 1))

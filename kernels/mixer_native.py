@@ -46,6 +46,6 @@ def mixer(
     places = (c_void_p * len(own))(*[x.data_ptr() for x in own])
     _CALL(
         native.pool(workers), dtype_of(out), decode, n, heads, dim, taps, w.lower or 0.0,
-        dim**-0.5, UNIT_EPS, w.eps, places,
+        dim**-0.5, UNIT_EPS, w.eps, places, also=own,
     )  # fmt: skip
     return out

@@ -9,7 +9,7 @@ import torch
 
 from ..config import align_up
 from . import native
-from .c_function import CFunction, dtype_of
+from .c_function import CFunction, dense, dtype_of, finish
 from .linear_reference import DenseWeight, Weight
 from .pieces import Pieces, walk
 from .workers import Workers
@@ -37,7 +37,7 @@ def mla_decode(
     """
     heads, kv_lora, rope = q.shape[0], up.shape[1], q.shape[1] - nope
     assert up.shape[0] == heads * (nope + v), (up.shape, heads, nope, v)
-    q, weight = q.contiguous(), _numbers(up, q.dtype, workers)
+    q, weight = dense(q), _numbers(up, q.dtype, workers)
     out, sums = torch.empty(heads, v), torch.empty(heads)
     each = max(1, min(SHARING, heads // workers.threads))
     state: torch.Tensor | None = None
@@ -53,10 +53,10 @@ def mla_decode(
         places = (ctypes.c_void_p * len(blocks))(*(block.data_ptr() for block in blocks))
         _CALL(
             native.pool(workers), dtype_of(q), dtype_of(blocks[0]), dtype_of(weight), part, heads,
-            each, size, end - first, nope, rope, v, kv_lora, scale, q.data_ptr(), places,
-            weight.data_ptr(), out.data_ptr(), sums.data_ptr(),
-            None if state is None else state.data_ptr(),
+            each, size, end - first, nope, rope, v, kv_lora, scale, q, places, weight, out,
+            sums, state, also=blocks,
         )  # fmt: skip
+        finish()  # the blocks are not ours any more once others are asked for
     return out, sums
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..config import HEAD_GROUP, LATENT_BLOCK, ROW_TILE, align_up
 from . import mla_prefill_reference, native
-from .c_function import CFunction
+from .c_function import CFunction, finish
 from .linear_reference import DenseWeight, Weight
 from .mla_decode_native import BEGINS, ENDS
 from .mla_prefill_reference import Query
@@ -57,9 +57,10 @@ def mla_prefill(
         _CALL(
             native.pool(workers), BEGINS * (first == 0) | ENDS * last, heads, each, first, end,
             nope, width - nope, v, kv_lora, scale, len(rows),
-            (ctypes.c_int64 * len(fields))(*fields), places, up.tensor.data_ptr(),
-            None if state is None else state.data_ptr(),
+            (ctypes.c_int64 * len(fields))(*fields), places, up.tensor, state,
+            also=(rows, out, blocks),
         )  # fmt: skip
+        finish()  # the blocks are not ours any more once others are asked for
     return out
 
 

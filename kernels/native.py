@@ -17,7 +17,7 @@ from pathlib import Path
 from ..errors import UsageError
 from .workers import Workers
 
-ABI = 5  #: K3_ABI of native/native.h
+ABI = 6  #: K3_ABI of native/native.h
 LIBRARY = "_native.abi3.so"
 ISAS = ("portable", "neon", "avx2", "avx512", "amx")  #: by number, see native/native.h
 DTYPES = ("float32", "bfloat16", "float16")  #: by number, see native/native.h

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .c_function import CFunction, dtype_of, narrow, threads_of
+from .c_function import CFunction, dense, dtype_of, narrow, threads_of
 from .workers import Workers
 
 _CALL = CFunction("k3_rms_norm", "piiqqfppp")
@@ -15,11 +15,11 @@ def rms_norm(
 ) -> torch.Tensor:
     """``x`` [R, N] -> [R, N] in ``x``'s dtype.  The cast comes before the multiplication by
     ``weight`` [N], as in the released model."""
-    x, weight = x.contiguous(), narrow(weight)
+    x, weight = dense(x), narrow(weight)
     rows, width = x.shape
     out = torch.empty_like(x)
     _CALL(
-        threads_of(workers), dtype_of(x), dtype_of(weight), rows, width, eps,
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(),
+        threads_of(workers), dtype_of(x), dtype_of(weight), rows, width, eps, x,
+        weight, out,
     )  # fmt: skip
     return out

@@ -29,7 +29,8 @@ def router(
     plain sigmoid scores, divided by their sum if ``renormalize``, times ``scale``.  Equal biased
     scores: the lower expert number wins; NaN comes before every number.
     """
-    return route(linear(x.float(), gate, workers, decode), bias, top_k, renormalize, scale, workers)
+    logits = linear(x, gate, workers, decode, torch.float32)
+    return route(logits, bias, top_k, renormalize, scale, workers)
 
 
 def route(
@@ -48,7 +49,7 @@ def route(
     experts = torch.empty(rows, top_k, dtype=torch.int64)
     weights = torch.empty(rows, top_k)
     _CALL(
-        threads_of(workers), rows, count, top_k, renormalize, scale, logits.data_ptr(),
-        bias.data_ptr(), scores.data_ptr(), experts.data_ptr(), weights.data_ptr(),
+        threads_of(workers), rows, count, top_k, renormalize, scale, logits, bias,
+        scores, experts, weights,
     )  # fmt: skip
     return experts, weights, scores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .c_function import CFunction, dtype_of, threads_of, wide
+from .c_function import CFunction, dense, dtype_of, threads_of, wide
 from .workers import Workers
 
 _CALL = CFunction("k3_short_conv", "piqqqppppp")
@@ -18,14 +18,14 @@ def short_conv(
     Returns (y [n, C] float32 of ``x``'s precision, tail after the last row).  The last tap
     multiplies the current token; float32 inside.
     """
-    x, tail, weight = x.contiguous(), tail.contiguous(), wide(weight)
+    x, tail, weight = dense(x), dense(tail), wide(weight)
     rows, (channels, taps) = x.shape[0], weight.shape
     assert x.shape[1] == channels, (x.shape, weight.shape)
     assert tail.shape == (taps - 1, channels), (tail.shape, weight.shape)
     assert tail.dtype == x.dtype, (tail.dtype, x.dtype)
     out, moved = torch.empty(x.shape), torch.empty_like(tail)
     _CALL(
-        threads_of(workers), dtype_of(x), rows, channels, taps, x.data_ptr(), tail.data_ptr(),
-        weight.data_ptr(), out.data_ptr(), moved.data_ptr(),
+        threads_of(workers), dtype_of(x), rows, channels, taps, x, tail,
+        weight, out, moved,
     )  # fmt: skip
     return out, moved

@@ -87,10 +87,12 @@ class Demand:
 
 
 class Use(NamedTuple):
-    """What for: a prompt of ``prompt`` tokens, then ``answer`` decoded ones."""
+    """What for: prompts of ``prompt`` tokens together, then ``answer`` decoded tokens of each of
+    ``sessions`` sequences, which share their sweeps."""
 
     prompt: int
     answer: int
+    sessions: int = 1
 
 
 def use_of(
@@ -102,8 +104,8 @@ def use_of(
     if sweep is not None:
         return None
     if answer is None:
-        return Use(sessions * context, min(ANSWER, context // 2))
-    return Use(sessions * max(0, context - answer), answer)
+        return Use(sessions * context, min(ANSWER, context // 2), sessions)
+    return Use(sessions * max(0, context - answer), answer, sessions)
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class Plan:
     latents: int | None = None  # bytes for the newest ones and for buffers; None: all stay in RAM
     all_latents: int = 0  # bytes of all of them, where they do not all stay in RAM
     summaries: int | None = None  # bytes for a part of a sweep's; None: all stay in RAM
+    reads: float = 0.0  # bytes from disk for what it is for (``Limits.use``); 0 if nobody knows
 
     @property
     def spills(self) -> bool:
@@ -253,7 +256,7 @@ def _make_plan(demand: Demand, limits: Limits, latents: int, most: int = 0) -> P
         more = max(0, min(most - latents, free - token * demand.place))
         slots = _slots(demand, limits, free - more)
         ways.append((_reads(demand, limits.use, rows, trunk, slots), rows, trunk, slots, more))
-    _, rows, trunk, slots, more = min(ways, key=lambda way: way[:2])
+    reads, rows, trunk, slots, more = min(ways, key=lambda way: way[:2])
     return Plan(
         limit=limits.total,
         purposes=_purposes(demand, trunk, rows, slots, latents + more),
@@ -273,6 +276,7 @@ def _make_plan(demand: Demand, limits: Limits, latents: int, most: int = 0) -> P
         notes=limits.notes,
         latents=latents + more if latents else None,
         summaries=demand.sealed or None,
+        reads=reads,
         all_latents=demand.latents.whole if latents and demand.latents else 0,
     )
 
@@ -299,7 +303,8 @@ def _reads(demand: Demand, use: Use | None, rows: int, trunk: Trunk, slots: int)
     missing = 1 - slots / demand.experts if demand.experts else 0.0
     sweeps = -(-use.prompt // rows)
     whole = demand.asked(rows) if missing else 0.0
-    return sweeps * (streamed + whole) + use.answer * (streamed + missing * demand.asked(1))
+    step = streamed + missing * demand.asked(use.sessions)
+    return sweeps * (streamed + whole) + use.answer * step
 
 
 def _purposes(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,8 +36,7 @@ class _Lease:
     """One caller's walk: what it still has to get and what it holds."""
 
     def __init__(self, pages: Iterable[PageId], priority: Priority) -> None:
-        self.priority = priority
-        self.thread = threading.get_ident()
+        self.priority, self.thread = priority, threading.get_ident()
         self.ready: deque[PageId] = deque()  # pinned, resident, not yet handed out
         self.coming: set[PageId] = set()  # pinned, loading
         self.wanted: deque[PageId] = deque(pages)  # neither
@@ -92,6 +91,10 @@ class ExpertStore:
     def has(self, page: PageId) -> bool:
         with self._change:
             return page in self._slot and page not in self._loading
+
+    def has_all(self, pages: Set[PageId]) -> bool:
+        with self._change:
+            return self._slot.keys() >= pages and self._loading.keys().isdisjoint(pages)
 
     def absent(self, page: PageId) -> bool:
         """Whether ``page`` is neither here nor being read."""
@@ -273,8 +276,8 @@ class ExpertStore:
         return started
 
     def drop_prefetches(self, layer: int) -> None:
-        """The requests of ``layer`` are known: what was prefetched for it and not asked for is
-        cancelled if it has not been read, and otherwise an ordinary page from now on."""
+        """The requests of ``layer`` are known: what else was prefetched for it is cancelled if it
+        has not been read, and otherwise an ordinary page from now on."""
         with self._change:
             for page in [page for page in self._guarded if page.layer == layer]:
                 self._unguard(page)
@@ -307,8 +310,7 @@ class ExpertStore:
         ticket.then(lambda: self._arrived(page, slot, ticket, size, guess))
 
     def _abandon(self, page: PageId) -> None:
-        """An interrupt came while a read was queued: it may be under way, so nobody gets its slot
-        any more."""
+        """An interrupt came while a read was queued: it may be under way, so its slot is lost."""
         del self._slot[page]
         self._pins.pop(page, None)
         self._guarded.pop(page, None)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-import k3offload.engine
+import k3offload.engine_plan
 from k3offload import cli
 from k3offload.checkpoint import Checkpoint
 from k3offload.engine import Engine
@@ -142,7 +142,7 @@ def starve(monkeypatch: pytest.MonkeyPatch, extra: int = 0) -> None:
         total = least(demand, limits) + extra
         return make_plan(demand, dataclasses.replace(limits, total=total))
 
-    monkeypatch.setattr(k3offload.engine, "make_plan", tight)
+    monkeypatch.setattr(k3offload.engine_plan, "make_plan", tight)
 
 
 def least_vram(folder: Path | str, **given: Any) -> int:

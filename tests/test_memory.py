@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import k3offload.engine
+import k3offload.engine_plan
 from k3offload.loading import load
 from k3offload.machine import Machine
 from tests.helpers_checkpoint import run_python, split, tiny
@@ -130,7 +130,7 @@ with load(folder, threads=2, context=3000, sessions=2) as engine:
     def stop(layer):
         if layer == 2:
             raise ValueError
-    for number in range(110):
+    for number in range(190):
         with engine.session() as session:
             session.append(range(1 + number * 13 % 90))
             if number % 10 == 3:
@@ -161,13 +161,14 @@ print(json.dumps({"files": files, "rss": rss, "threads": threads, "slope": slope
 
 
 def test_nothing_grows_r65_r70() -> None:
-    """Fifty loads, then 110 requests of mixed length with errors and cancellations."""
+    """Fifty loads, then 190 requests of mixed length with errors and cancellations; the allocator
+    is warm after 90, later the busier the machine is."""
     found = measure(REQUESTS, checkpoint(**BRIEF))
     files, rss, slope = found["files"], found["rss"], found["slope"]
     assert files[-1] == files[5]
     assert found["threads"][-1] == found["threads"][5]
     assert rss[-1] - rss[0] < 8 * MB, rss
-    assert slope[-1] - slope[2] < 1 * MB, slope
+    assert slope[-1] - slope[8] < 0.5 * MB, slope
     assert found["after"] - found["before"] < 0.1 * found["before"]
     assert found["left"] == 0
 
@@ -197,7 +198,7 @@ def _fake_machine(monkeypatch: pytest.MonkeyPatch, free: int, cgroup: int | None
     """A machine on which this process has 300 MB and ``free`` bytes in all."""
     own = 300 * MB
     machine = Machine(physical=1 << 50, available=free - own, cgroup=cgroup, rss=own)
-    monkeypatch.setattr(k3offload.engine, "read_machine", lambda: machine)
+    monkeypatch.setattr(k3offload.engine_plan, "read_machine", lambda: machine)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])

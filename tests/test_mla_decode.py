@@ -48,7 +48,7 @@ def cut(blocks: list[torch.Tensor], at: Sequence[int]) -> Iterator[list[torch.Te
         if memory is None:
             yield blocks
             continue
-        memory.fill_(float("nan"))
+        memory.view(torch.uint8).fill_(0xFF)  # NaN, whatever type it has
         for place, block in zip(memory, blocks[begin:end], strict=False):
             place.copy_(block)
         yield list(memory[: end - begin])

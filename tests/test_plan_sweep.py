@@ -59,6 +59,6 @@ def test_long_prompts_of_kimi_k3_take_long_sweeps() -> None:
 
 
 def test_sessions_share_sweeps() -> None:
-    assert use_of(None, 64, sessions=60) == Use(3840, 32)
+    assert use_of(None, 64, sessions=60) == Use(3840, 32, 60)
     assert use_of(None, 1000, answer=100) == Use(900, 100)
     assert use_of(512, 1000) is None

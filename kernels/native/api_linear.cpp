@@ -25,10 +25,10 @@ void experts_tiles(const Call& call, const Job* jobs, int64_t count, const Activ
 int64_t tiles_scratch(int, int64_t, int64_t, int64_t, int64_t) { return 0; }
 #endif
 
-// TILES needs AMX; F32 and F16 weights would lose digits as bfloat16.
+// TILES needs AMX; F32 and F16 weights would lose digits as bfloat16, and results too.
 bool takes_tiles(const Call& call, Kind kind, bool decode) {
     bool narrow = kind == W_BF16 || kind == W_INT8 || kind == W_MXFP4;
-    return isa() == AMX && !decode && call.dtype == BF16 && narrow;
+    return isa() == AMX && !decode && call.dtype == BF16 && call.result == BF16 && narrow;
 }
 
 }  // namespace k3
@@ -55,11 +55,11 @@ int guarded(const F& f) {
 }  // namespace
 
 // Several weights times the same x.  fields: for each weight kind, data, scale, n; the results lie
-// one after the other in out, each [rows, n].  k: columns of x.
-K3_API int k3_linear(k3::Pool* pool, int dtype, const void* x, int64_t rows, int64_t k,
+// one after the other in out, each [rows, n] of the type `result`.  k: columns of x.
+K3_API int k3_linear(k3::Pool* pool, int dtype, int result, const void* x, int64_t rows, int64_t k,
                      const int64_t* fields, int64_t count, void* out, int decode) {
     return guarded([&] {
-        k3::Call call{pool, k3::Dtype(dtype), x, rows};
+        k3::Call call{pool, k3::Dtype(dtype), x, rows, k3::Dtype(result)};
         std::vector<k3::Weight> by_rows;
         std::vector<void*> places;
         auto* to = static_cast<uint8_t*>(out);
@@ -69,7 +69,7 @@ K3_API int k3_linear(k3::Pool* pool, int dtype, const void* x, int64_t rows, int
                 linear_tiles(call, w, to);
             else
                 by_rows.push_back(w), places.push_back(to);
-            to += size_t(rows) * w.n * call.size();
+            to += size_t(rows) * w.n * call.result_size();
         }
         if (!by_rows.empty()) linears_rows(call, by_rows.data(), places.data(), by_rows.size());
     });
@@ -81,7 +81,7 @@ K3_API int k3_experts(k3::Pool* pool, int dtype, const void* x, int64_t x_rows, 
                       const int64_t* fields, int64_t count, int act, float beta,
                       float linear_beta, int decode) {
     return guarded([&] {
-        k3::Call call{pool, k3::Dtype(dtype), x, x_rows};
+        k3::Call call{pool, k3::Dtype(dtype), x, x_rows, k3::Dtype(dtype)};
         std::vector<k3::Job> rows, tiles;
         for (int64_t j = 0; j < count; j++) {
             const int64_t* f = fields + j * JOB_FIELDS;

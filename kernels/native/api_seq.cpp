@@ -94,6 +94,13 @@ K3_API int k3_combine(Pool* pool, int type, int64_t rows, int64_t count, int64_t
     return share_rows(pool, ops().combine, args, rows, 0.2 * double(count * width));
 }
 
+// out = base + (y + more), each sum rounded; base and more may be null, and peaks.
+K3_API int k3_add(Pool* pool, int type, int64_t rows, int64_t width, const void* base, const void* y,
+                  const void* more, void* out, float* peaks) {
+    AddArgs args{base, y, more, out, peaks, width, Dtype(type)};
+    return share_rows(pool, ops().add, args, rows, 0.3 * double(width));
+}
+
 K3_API int k3_short_conv(Pool* pool, int type, int64_t rows, int64_t channels, int64_t taps,
                          const void* x, const void* tail, const float* weight, float* out,
                          void* moved) {

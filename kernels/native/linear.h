@@ -46,11 +46,13 @@ struct Job {
 
 struct Call {
     Pool* pool;
-    Dtype dtype;  // of x and of every result
+    Dtype dtype;  // of x
     const void* x;
     int64_t x_rows;
+    Dtype result;
 
     size_t size() const { return dtype == F32 ? 4 : 2; }
+    size_t result_size() const { return result == F32 ? 4 : 2; }
     const void* row(int64_t i, int64_t k) const {
         return static_cast<const uint8_t*>(x) + size_t(i) * k * size();
     }

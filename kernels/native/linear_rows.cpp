@@ -213,8 +213,8 @@ void linears_of(const Call& call, const std::vector<std::pair<Weight, void*>>& w
         for (const auto& each : weights) time += cost(each.first, some);
         share(call.pool, tasks.size(), time, [&](int64_t i) {
             const auto& [w, out] = *tasks[i].to;
-            product(isa, call.dtype, w, tasks[i].begin, tasks[i].end, source, some,
-                    at(out, r * w.n, call.size()));
+            product(isa, call.result, w, tasks[i].begin, tasks[i].end, source, some,
+                    at(out, r * w.n, call.result_size()));
         });
     }
 }

@@ -53,6 +53,14 @@ struct CombineArgs {  // items: rows of the result
     Dtype type;
 };
 
+struct AddArgs {  // items: rows
+    const void *base, *y, *more;  // base and more may be null
+    void* out;
+    float* peaks;  // [rows], the largest magnitude of a row of out, NaN if it holds one; or null
+    int64_t width;
+    Dtype type;
+};
+
 constexpr int64_t CONV_GROUP = 64;  // channels of an item of short_conv
 
 struct ConvArgs {  // items: groups of CONV_GROUP channels
@@ -142,6 +150,7 @@ struct SeqOps {
     void (*attnres)(const MixArgs&, int64_t begin, int64_t end);
     void (*route)(const RouteArgs&, int64_t begin, int64_t end);
     void (*combine)(const CombineArgs&, int64_t begin, int64_t end);
+    void (*add)(const AddArgs&, int64_t begin, int64_t end);
     void (*short_conv)(const ConvArgs&, int64_t begin, int64_t end);
     void (*kda_gate)(const GateArgs&, int64_t begin, int64_t end);
     void (*l2_norm)(const UnitArgs&, int64_t begin, int64_t end);

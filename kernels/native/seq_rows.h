@@ -101,6 +101,37 @@ void attnres(const MixArgs& a, int64_t begin, int64_t end) {
     K3_TYPED(a.type, mix_rows, a, begin, end);
 }
 
+// ---- the running sum ----
+
+template <class T>
+void sum_rows(const AddArgs& a, int64_t begin, int64_t end) {
+    auto base = static_cast<const T*>(a.base), y = static_cast<const T*>(a.y);
+    auto more = static_cast<const T*>(a.more);
+    auto out = static_cast<T*>(a.out);
+    for (int64_t r = begin; r < end; r++) {
+        I top = bits(all(0));
+        groups(a.width, K3_GROUP {
+            const int64_t at = r * a.width + i;
+            F v = load(y + at, n);
+            if (more) v = as<T>(v + load(more + at, n));
+            if (base) v = as<T>(v + load(base + at, n));
+            store(out + at, v, n);
+            I size = bits(v);  // magnitudes sort as integers, NaN above infinity
+            K3_EACH {
+                size.v[p] = size.v[p] & INT32_MAX;
+                top.v[p] = size.v[p] > top.v[p] ? size.v[p] : top.v[p];
+            }
+        });
+        if (!a.peaks) continue;
+        int32_t most = 0;
+        K3_EACH for (int lane = 0; lane < K3_BYTES / 4; lane++)
+            most = top.v[p][lane] > most ? top.v[p][lane] : most;
+        memcpy(a.peaks + r, &most, sizeof most);
+    }
+}
+
+void add(const AddArgs& a, int64_t begin, int64_t end) { K3_TYPED(a.type, sum_rows, a, begin, end); }
+
 // ---- routing ----
 
 // A number that sorts as the float does; NaN comes first, as in torch.sort(descending=True).

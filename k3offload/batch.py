@@ -1,0 +1,304 @@
+"""Many documents, each with an answer of its own, sharing every sweep.
+
+Documents are taken from their iterable as places become free, as many at a time as the engine was
+loaded for (``sessions``).  Prompts of new ones ride in the sweeps in which the others decode; a
+beginning that the prompts have in common is computed once, where the engine keeps prefixes.  What
+is wrong with a document ends in its result, and the others go on.  The answer to a document does
+not depend on the others, on their order, or on how many run at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from .config import KDA_CHUNK
+from .errors import K3Error, UsageError
+from .generate import Done, FinishReason, Loop, Prefill, Request, Token
+from .sampling import Sampling
+from .scheduler.admission import Admission
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .session import Session
+
+PLACE = "{text}"  #: where a document goes in the prompt
+
+Order = Literal["input", "completed"]
+OnError = Literal["record", "raise"]
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of a batch.
+
+    ``id``: its name in the results.  ``error``: why it cannot be read.  ``settings``: fields of
+    ``Sampling``, and ``max_new_tokens``, that it has of its own.
+    """
+
+    id: str
+    text: str = ""
+    error: K3Error | None = None
+    source: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a document.  ``index``: its place in the input, from 0.
+
+    ``seconds``: from its begin to its end; ``first_token``: to its first token, None without one.
+    ``reused``: prompt tokens that were computed before, for another document.
+    """
+
+    id: str
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    error: K3Error | None = None
+    prompt_tokens: int = 0
+    reused: int = 0
+    seconds: float = 0.0
+    first_token: float | None = None
+    sweeps: int = 0  #: that it took part in
+
+
+@dataclass
+class Tally:
+    """What a batch has done so far."""
+
+    documents: int = 0  #: ended
+    failed: int = 0  #: of them
+    running: int = 0
+    prompt_tokens: int = 0  #: of the documents that have begun
+    new_tokens: int = 0
+    sweeps: int = 0
+    rows: int = 0  #: of the last sweep
+    bytes: int = 0  #: that the last sweep read
+    experts: float = 0.0  #: different ones that the last sweep asked for, a layer
+    seconds: float = 0.0
+
+
+class _Job:
+    """A document under way."""
+
+    def __init__(self, index: int, document: Document, session: Session, sweeps: int) -> None:
+        self.index, self.document, self.session = index, document, session
+        self.begin, self.swept = time.perf_counter(), sweeps
+        self.prompt = session.length
+        self.first: float | None = None
+        self.tokens: list[int] = []
+        self.pieces: list[str] = []
+
+
+class Batch(Iterator[Result]):
+    """An iterator over the results of ``documents``; made by ``Engine.batch``."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        documents: Iterable[Document | str],
+        *,
+        prompt: str = PLACE,
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        on_error: OnError = "record",
+        order: Order = "input",
+        watch: Callable[[Tally], None] = lambda tally: None,
+    ) -> None:
+        """See ``Engine.batch``.  ``watch``: told after every sweep."""
+        if prompt.count(PLACE) != 1:
+            raise UsageError(
+                f"The prompt has {prompt.count(PLACE)} places for a document.",
+                f"Write {PLACE} once, where the document goes.",
+            )
+        for name, value, known in (
+            ("on_error", on_error, ("record", "raise")),
+            ("order", order, ("input", "completed")),
+        ):
+            if value not in known:
+                raise UsageError(f"{name} is {value!r}.", f"It must be {' or '.join(known)}.")
+        if max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens is {max_new_tokens}.", "Ask for at least one token.")
+        self.tally = Tally()
+        self._engine = engine
+        self._head, self._tail = prompt.split(PLACE)
+        self._most, self._sampling = max_new_tokens, sampling or Sampling()
+        self._raises, self._in_order = on_error == "raise", order == "input"
+        self._watch = watch
+        self._documents = enumerate(documents)
+        self._more = True
+        self._loop = Loop(engine)
+        self._jobs: dict[int, _Job] = {}
+        self._admission = Admission(engine.options.sessions)
+        self._ready: deque[Result] = deque()  # in the order in which they are handed out
+        self._held: dict[int, Result] = {}  # done before an earlier one
+        self._next = 0
+        self._primed = engine.prefixes is None
+        self._begin = time.perf_counter()
+
+    # ---- the results ----
+
+    def __iter__(self) -> Batch:
+        return self
+
+    def __next__(self) -> Result:
+        while not self._ready:
+            if not self._admit() and not self._jobs:
+                if self._ready:  # documents that ended before they began
+                    break
+                raise StopIteration
+            if self._jobs:
+                self._step()
+        result = self._ready.popleft()
+        if self._raises and result.error is not None:
+            self.close()
+            raise result.error
+        return result
+
+    async def results(self) -> AsyncIterator[Result]:
+        """The same results, computed in a thread of their own."""
+        end = object()
+        while (result := await asyncio.to_thread(next, self, end)) is not end:
+            assert isinstance(result, Result)
+            yield result
+
+    def close(self) -> None:
+        """Let go of every document; nothing more comes."""
+        for number, job in self._jobs.items():
+            self._loop.drop(number)
+            job.session.close()
+        self._jobs.clear()
+        self._more = False
+
+    # ---- documents begin ----
+
+    def _admit(self) -> bool:
+        """Begin as many documents as have a place, if it is time to; whether there may be more."""
+        free = self._admission.places - len(self._jobs)
+        if self._more and self._admission.begins(free):
+            while self._more and len(self._jobs) < self._admission.places:
+                self._take()
+        return self._more
+
+    def _take(self) -> None:
+        """The next document: it begins, or has ended before it could."""
+        try:
+            index, given = next(self._documents)
+        except StopIteration:
+            self._more = False
+            return
+        document = given if isinstance(given, Document) else Document(str(index), given)
+        session: Session | None = None
+        try:
+            if document.error is not None:
+                raise document.error
+            request = self._request(document)
+            session = request.session
+            self._loop.add(index, request)
+        except K3Error as error:
+            if session is not None:
+                session.close()
+            self._end(Result(document.id, index, "", (), "error", error.with_traceback(None)))
+            return
+        self._jobs[index] = _Job(index, document, session, self.tally.sweeps)
+        self.tally.prompt_tokens += session.length
+
+    def _request(self, document: Document) -> Request:
+        """Raises ``UsageError`` for settings or a text that cannot be."""
+        text = self._head + document.text + self._tail
+        if not text:
+            raise UsageError("The document is empty.", "Leave it out, or give a prompt around it.")
+        settings = dict(document.settings)
+        most = settings.pop("max_new_tokens", self._most)
+        sampling = replace(self._sampling, **settings)
+        tokens = self._engine.encode(text)
+        self._engine.check_context(len(tokens) + most)
+        self._prime(tokens)
+        session = self._engine.session()
+        session.append(tokens)
+        return Request(session, most, sampling)
+
+    def _prime(self, tokens: list[int]) -> None:
+        """Compute what all prompts begin with, before the first of them: they will find it."""
+        if self._primed:
+            return
+        self._primed = True
+        head, same = self._engine.encode(self._head), 0
+        while same < min(len(head), len(tokens) - 1) and head[same] == tokens[same]:
+            same += 1
+        if whole := same // KDA_CHUNK * KDA_CHUNK:
+            with self._engine.session() as session:
+                session.append(tokens[:whole])
+                session.logits()
+
+    # ---- sweeps ----
+
+    def _step(self) -> None:
+        engine, tally = self._engine, self.tally
+        waiting = self._loop.waiting
+        decoding = sum(session.decoding for session in waiting)
+        prompts = sum(len(session.waiting()) for session in waiting) - decoding
+        before, begin = engine.counts(), time.perf_counter()
+        for event in self._loop.step():
+            job = self._jobs[event.request]
+            if isinstance(event, Token):
+                job.first = job.first or time.perf_counter()
+                job.tokens.append(event.token)
+                job.pieces.append(event.text)
+                tally.new_tokens += 1
+            elif isinstance(event, Done):
+                self._finish(job, event)
+            else:
+                assert isinstance(event, Prefill)
+        seconds = time.perf_counter() - begin
+        prompts -= sum(len(j.session.waiting()) for j in self._jobs.values() if not j.tokens)
+        self._admission.swept(seconds, prompts)
+        after = engine.counts()
+        layers = len(engine.spec.moe_layers) or 1
+        tally.sweeps += 1
+        tally.running = len(self._jobs)
+        tally.rows = decoding + prompts
+        tally.bytes = sum(after[kind].bytes - before[kind].bytes for kind in after)
+        tally.experts = (after["experts"].requests - before["experts"].requests) / layers
+        tally.seconds = time.perf_counter() - self._begin
+        self._watch(tally)
+
+    def _finish(self, job: _Job, done: Done) -> None:
+        now = time.perf_counter()
+        del self._jobs[job.index]
+        job.session.close()
+        error = None if done.error is None else done.error.with_traceback(None)
+        if error is None:
+            self._admission.ended(len(job.tokens))
+        text = "".join(job.pieces) + done.text
+        result = Result(
+            id=job.document.id,
+            index=job.index,
+            text=text,
+            tokens=tuple(job.tokens),
+            finish_reason=done.finish_reason,
+            error=error,
+            prompt_tokens=job.prompt,
+            reused=done.reused,
+            seconds=now - job.begin,
+            first_token=None if job.first is None else job.first - job.begin,
+            sweeps=self.tally.sweeps + 1 - job.swept,
+        )
+        self._end(result)
+
+    def _end(self, result: Result) -> None:
+        self.tally.documents += 1
+        self.tally.failed += result.error is not None
+        if not self._in_order:
+            self._ready.append(result)
+            return
+        self._held[result.index] = result
+        while self._next in self._held:
+            self._ready.append(self._held.pop(self._next))
+            self._next += 1

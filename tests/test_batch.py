@@ -1,0 +1,164 @@
+"""``Engine.batch``: many documents share sweeps, and none of them notices (R36, R72)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from k3offload import Sampling, load
+from k3offload.batch import Document, Result, Tally
+from k3offload.engine import Engine
+from k3offload.errors import CheckpointError, DoesNotFit, UsageError
+from k3offload.loading import open_engine
+
+TEXTS = [f"Text {i}. " + "And it came to pass " * (i % 5) + "\n" for i in range(14)]
+HEAD = "Go on with what is written here, in the words of the book, and end when it ends.\n\n" * 8
+DRAWN = Sampling(temperature=0.9, seed=3)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with load("nano", sessions=5, context=512) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Result]:
+    """Each document in an engine's only place."""
+    with load("nano", sessions=1, context=512) as engine:
+        return list(engine.batch(TEXTS, max_new_tokens=12, sampling=DRAWN))
+
+
+def answers(results: list[Result]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(r.text, r.tokens) for r in results]
+
+
+def test_an_answer_is_that_of_the_document_alone(engine: Engine, alone: list[Result]) -> None:
+    tallies: list[Tally] = []
+    found = list(
+        engine.batch(
+            TEXTS, max_new_tokens=12, sampling=DRAWN,
+            watch=lambda t: tallies.append(Tally(**vars(t))),
+        )
+    )  # fmt: skip
+    assert answers(found) == answers(alone)
+    assert [r.index for r in found] == list(range(len(TEXTS)))
+    assert [r.id for r in found] == [str(i) for i in range(len(TEXTS))]
+    assert {r.finish_reason for r in found} <= {"length", "stop"}
+    assert all(r.tokens and r.first_token is not None and r.first_token <= r.seconds for r in found)
+    assert max(t.running for t in tallies) <= 5
+    assert max(t.rows for t in tallies) > 5
+    assert tallies[-1].documents == len(TEXTS)
+    assert tallies[-1].new_tokens == sum(len(r.tokens) for r in found)
+    assert tallies[-1].prompt_tokens == sum(r.prompt_tokens for r in found)
+    assert tallies[-1].sweeps < 0.5 * sum(r.sweeps for r in alone)
+
+
+def test_neither_order_nor_companions_count(engine: Engine, alone: list[Result]) -> None:
+    mixed = [Document(f"d{i}", TEXTS[i]) for i in (9, 2, 13, 0, 7, 1)]
+    how: dict[str, Any] = {"max_new_tokens": 12, "sampling": DRAWN}
+    found = list(engine.batch(mixed, order="completed", **how))
+    assert {r.id: r.tokens for r in found} == {d.id: alone[int(d.id[1:])].tokens for d in mixed}
+
+
+def test_documents_are_taken_as_places_become_free(engine: Engine) -> None:
+    taken = 0
+
+    def endless() -> Iterator[Document]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield Document(str(taken), TEXTS[1], settings={"max_new_tokens": 3 * taken})
+
+    batch = engine.batch(endless())
+    assert taken == 0
+    next(batch)
+    assert taken <= 10
+    assert engine._ledger.used > 0
+    batch.close()
+    gc.collect()
+    assert engine._ledger.used == 0
+    with pytest.raises(StopIteration):
+        next(batch)
+
+
+def test_what_is_wrong_with_a_document_is_in_its_result(engine: Engine) -> None:
+    documents = [
+        Document("fine", TEXTS[1]),
+        Document("unreadable", error=CheckpointError("It cannot be read.", "Look at it.")),
+        Document("empty"),
+        Document("long", "word " * 600),
+        Document("setting", TEXTS[1], settings={"top_p": 7}),
+        Document("more", TEXTS[1], settings={"max_new_tokens": 600}),
+        Document("short", TEXTS[1], settings={"max_new_tokens": 2}),
+    ]
+    found = {r.id: r for r in engine.batch(documents, max_new_tokens=8)}
+    assert list(found) == [d.id for d in documents]
+    failed = {name: str(r.error) for name, r in found.items() if r.finish_reason == "error"}
+    assert set(failed) == {"unreadable", "empty", "long", "setting", "more"}
+    assert failed["unreadable"] == "It cannot be read. Look at it."
+    assert "empty" in failed["empty"]
+    assert "512" in failed["long"] and "512" in failed["more"]
+    assert "top_p" in failed["setting"]
+    assert found["short"].tokens == found["fine"].tokens[:2]
+
+
+def test_or_is_raised(engine: Engine) -> None:
+    batch = engine.batch(["", TEXTS[0]], on_error="raise")
+    with pytest.raises(UsageError, match="empty"):
+        next(batch)
+    with pytest.raises(StopIteration):
+        next(batch)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"prompt": "no place"}, "0 places"),
+        ({"prompt": "{text}{text}"}, "2 places"),
+        ({"order": "random"}, "order"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+    ],
+)
+def test_settings_that_cannot_be(engine: Engine, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        engine.batch(TEXTS, **given)
+
+
+def test_what_prompts_begin_with_is_computed_once() -> None:
+    how: dict[str, Any] = {"prompt": HEAD + "{text}\nSo:", "max_new_tokens": 6}
+    with load("nano", sessions=4, context=512) as plain:
+        wanted = list(plain.batch(TEXTS, **how))
+    with load("nano", sessions=4, context=512, prefix_cache="4M") as engine:
+        found = list(engine.batch(TEXTS, **how))
+        head = len(engine.encode(HEAD))
+    assert answers(found) == answers(wanted)
+    assert head > 128
+    assert all(r.reused == head // 64 * 64 for r in found)
+    assert not any(r.reused for r in wanted)
+
+
+def test_results_come_to_a_coroutine_too(engine: Engine, alone: list[Result]) -> None:
+    async def collect() -> list[Result]:
+        batch = engine.batch(TEXTS[:6], max_new_tokens=12, sampling=DRAWN)
+        return [result async for result in batch.results()]
+
+    assert answers(asyncio.run(collect())) == answers(alone[:6])
+
+
+def test_as_many_sessions_as_let_each_read_least() -> None:
+    """With ``fewer`` a plan that cannot hold what was asked for holds a part of it."""
+    sizes: dict[str, Any] = {"sessions": 4096, "context": 4096, "fewer": True}
+    with open_engine("nano", lambda tokenizer, spec: sizes, ram="1G") as engine:
+        assert 8 <= engine.options.sessions < 4096
+        assert engine.options.sessions & (engine.options.sessions - 1) == 0
+        assert engine.plan.total <= 1_000_000_000
+        found = list(engine.batch(TEXTS[:3], max_new_tokens=2))
+    assert all(r.error is None for r in found)
+    with pytest.raises(DoesNotFit), open_engine("nano", lambda t, s: sizes, ram="200M"):
+        pass
