@@ -26,9 +26,10 @@ import psutil
 
 from benchmarks.run import machine, note
 from benchmarks.stream import need_room
-from k3offload.batch import Document, Result, Tally
+from k3offload.batch import Result, Tally
 from k3offload.bench_read import read_rate
 from k3offload.checkpoint import Checkpoint
+from k3offload.documents import Document
 from k3offload.engine import Engine
 from k3offload.forecast_sizes import distinct
 from k3offload.loading import open_engine

@@ -13,10 +13,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from .config import KDA_CHUNK
+from .documents import Document
 from .errors import K3Error, UsageError
 from .generate import Done, FinishReason, Loop, Prefill, Request, Token
 from .sampling import Sampling
@@ -30,21 +31,6 @@ PLACE = "{text}"  #: where a document goes in the prompt
 
 Order = Literal["input", "completed"]
 OnError = Literal["record", "raise"]
-
-
-@dataclass(frozen=True)
-class Document:
-    """One document of a batch.
-
-    ``id``: its name in the results.  ``error``: why it cannot be read.  ``settings``: fields of
-    ``Sampling``, and ``max_new_tokens``, that it has of its own.
-    """
-
-    id: str
-    text: str = ""
-    error: K3Error | None = None
-    source: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,6 +66,7 @@ class Tally:
     sweeps: int = 0
     rows: int = 0  #: of the last sweep
     bytes: int = 0  #: that the last sweep read
+    read: int = 0  #: that all of them read
     experts: float = 0.0  #: different ones that the last sweep asked for, a layer
     seconds: float = 0.0
 
@@ -94,6 +81,17 @@ class _Job:
         self.first: float | None = None
         self.tokens: list[int] = []
         self.pieces: list[str] = []
+
+
+def around(prompt: str) -> tuple[str, str]:
+    """What stands before and behind the document; raises ``UsageError`` without one place for it."""
+    if prompt.count(PLACE) != 1:
+        raise UsageError(
+            f"The prompt has {prompt.count(PLACE)} places for a document.",
+            f"Write {PLACE} once, where the document goes.",
+        )
+    head, tail = prompt.split(PLACE)
+    return head, tail
 
 
 class Batch(Iterator[Result]):
@@ -112,11 +110,7 @@ class Batch(Iterator[Result]):
         watch: Callable[[Tally], None] = lambda tally: None,
     ) -> None:
         """See ``Engine.batch``.  ``watch``: told after every sweep."""
-        if prompt.count(PLACE) != 1:
-            raise UsageError(
-                f"The prompt has {prompt.count(PLACE)} places for a document.",
-                f"Write {PLACE} once, where the document goes.",
-            )
+        self._head, self._tail = around(prompt)
         for name, value, known in (
             ("on_error", on_error, ("record", "raise")),
             ("order", order, ("input", "completed")),
@@ -127,7 +121,6 @@ class Batch(Iterator[Result]):
             raise UsageError(f"max_new_tokens is {max_new_tokens}.", "Ask for at least one token.")
         self.tally = Tally()
         self._engine = engine
-        self._head, self._tail = prompt.split(PLACE)
         self._most, self._sampling = max_new_tokens, sampling or Sampling()
         self._raises, self._in_order = on_error == "raise", order == "input"
         self._watch = watch
@@ -176,6 +169,11 @@ class Batch(Iterator[Result]):
         self._jobs.clear()
         self._more = False
 
+    @property
+    def ready(self) -> int:
+        """Results that come without another sweep."""
+        return len(self._ready)
+
     # ---- documents begin ----
 
     def _admit(self) -> bool:
@@ -215,7 +213,8 @@ class Batch(Iterator[Result]):
         if not text:
             raise UsageError("The document is empty.", "Leave it out, or give a prompt around it.")
         settings = dict(document.settings)
-        most = settings.pop("max_new_tokens", self._most)
+        settings.pop("model", None)  # whatever it names, this one answers
+        most = settings.pop("max_tokens", self._most)
         sampling = replace(self._sampling, **settings)
         tokens = self._engine.encode(text)
         self._engine.check_context(len(tokens) + most)
@@ -265,6 +264,7 @@ class Batch(Iterator[Result]):
         tally.running = len(self._jobs)
         tally.rows = decoding + prompts
         tally.bytes = sum(after[kind].bytes - before[kind].bytes for kind in after)
+        tally.read += tally.bytes
         tally.experts = (after["experts"].requests - before["experts"].requests) / layers
         tally.seconds = time.perf_counter() - self._begin
         self._watch(tally)

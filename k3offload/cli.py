@@ -1,7 +1,7 @@
 """The command line: what all commands share, and how errors end.
 
-Data goes to stdout, everything else to stderr.  Exit 0 fine, 1 failed, 2 wrong usage, 130
-interrupted.  The commands stand in ``cli_*.py``: parse, call, print.
+Data goes to stdout, everything else to stderr.  Exit 0 fine, 1 failed, 2 wrong usage, 3 some
+documents of a batch failed, 130 interrupted.  Commands stand in ``cli_*.py``: parse, call, print.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer
 
 from . import (
     __version__,
+    cli_batch,
     cli_bench,
     cli_damage,
     cli_evaluate,
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 for commands in (
     cli_run,
+    cli_batch,
     cli_model,
     cli_pack,
     cli_plan,

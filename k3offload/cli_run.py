@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import secrets
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from .cli_open import open_model, seeded
 from .cli_options import (
     AsJson,
     How,
@@ -20,10 +18,8 @@ from .cli_options import (
     PromptFile,
     SessionFolder,
     at_least_one,
-    loading_options,
     takes_how,
 )
-from .config import show_size
 from .errors import UsageError
 from .find import find_model, find_outputs
 from .progress import Meter, Progress, loading_libraries
@@ -31,8 +27,6 @@ from .sampling import Sampling
 from .session_manifest import MANIFEST, check_place, read_manifest
 
 if TYPE_CHECKING:
-    from .engine import Engine
-    from .scheduler.plan import Plan
     from .spec import ModelSpec
     from .tokenizer import Tokenizer
 
@@ -79,7 +73,7 @@ def generate(
             from .run_generate import Job, run_generate
         stops = tuple(stop or ())
         sampling = Sampling(temperature, top_k, top_p, min_p, seed, stops, ignore_end)
-        sampling = _seeded(sampling, progress)
+        sampling = seeded(sampling, progress)
         ids: list[int] = []
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
@@ -88,19 +82,12 @@ def generate(
             return _sizes(len(ids), max_new_tokens, how.sweep, held)
 
         meter = Meter(progress.show)
-        with _open(model, size, how, progress, meter) as engine:
+        with open_model(model, size, how, progress, meter.layer) as engine:
+            meter.read = lambda: engine.disk.counts.bytes
             job = Job(ids, max_new_tokens, sampling, as_json, session, bool(held.tokens))
             fine = run_generate(engine, job, progress, meter)
     if not fine:
         raise typer.Exit(1)
-
-
-def _seeded(sampling: Sampling, progress: Progress) -> Sampling:
-    """``sampling`` with a seed, drawn and told where it needs one and has none."""
-    if sampling.seed is None and not sampling.greedy:
-        sampling = dataclasses.replace(sampling, seed=secrets.randbits(32))
-        progress.say(f"seed {sampling.seed}: --seed {sampling.seed} gives the same text again")
-    return sampling
 
 
 @takes_how("prefix_dir", "prefix_disk")
@@ -131,7 +118,8 @@ def logits(
             return _sizes(len(ids) - decoded, decoded, how.sweep) | {"extra": extra}
 
         meter = Meter(progress.show)
-        with _open(model, size, how, progress, meter) as engine:
+        with open_model(model, size, how, progress, meter.layer) as engine:
+            meter.read = lambda: engine.disk.counts.bytes
             seen = Routing(engine.spec, len(ids)) if routing_place else None
             if seen:
                 engine.hooks.on_route = seen.watch
@@ -140,45 +128,6 @@ def logits(
             )
             if seen and routing_place:
                 seen.write(routing_place)
-
-
-def _open(
-    model: str,
-    size: Callable[[Tokenizer, ModelSpec], dict[str, int | None]],
-    how: How,
-    progress: Progress,
-    meter: Meter,
-) -> Engine:
-    """The engine, once every option is known to make sense."""
-    from .loading import open_engine
-    from .options import Options, Watch
-    from .plan_text import lowered, plan_lines
-
-    given = loading_options(how)
-    Options(**{k: v for k, v in given.items() if v is not None and k != "device"})
-    sizes: dict[str, int | None] = {}
-
-    def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
-        sizes.update(size(tokenizer, spec))
-        return sizes
-
-    def say_plan(plan: Plan) -> None:
-        notes = lowered(plan, given["cache"], sizes["sweep"])
-        progress.say("\n".join(plan_lines(plan, notes)))
-
-    def loading(done: int, total: int) -> None:
-        progress.show(f"loading the trunk: {show_size(done)} of {show_size(total)}")
-
-    def compiling(done: int, total: int) -> None:
-        progress.show(f"compiling kernels for the GPU: {done} of {total} layers")
-
-    def warn(text: str) -> None:
-        progress.say(f"warning: {text}")
-
-    watch = Watch(say_plan, loading, compiling, meter.layer, warn)
-    engine = open_engine(model, sized, watch=watch, **given)
-    meter.read = lambda: engine.disk.counts.bytes
-    return engine
 
 
 def _held(session: Path | None, model: str, progress: Progress) -> _Held:

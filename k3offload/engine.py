@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from .accelerator import Accelerator, for_cpu
-from .batch import Batch, Document, OnError, Order, Tally
+from .batch import Batch, OnError, Order, Tally
 from .budget import latent_form
 from .checkpoint import Checkpoint
+from .documents import Document
 from .engine_plan import plan_engine
 from .errors import K3Error, SessionError, UsageError
 from .kernels.choose import Kernels

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from k3offload import Sampling, load
-from k3offload.batch import Document, Result, Tally
+from k3offload.batch import Result, Tally
+from k3offload.documents import Document
 from k3offload.engine import Engine
 from k3offload.errors import CheckpointError, DoesNotFit, UsageError
 from k3offload.loading import open_engine
@@ -72,7 +73,7 @@ def test_documents_are_taken_as_places_become_free(engine: Engine) -> None:
         nonlocal taken
         while True:
             taken += 1
-            yield Document(str(taken), TEXTS[1], settings={"max_new_tokens": 3 * taken})
+            yield Document(str(taken), TEXTS[1], settings={"max_tokens": 3 * taken})
 
     batch = engine.batch(endless())
     assert taken == 0
@@ -93,8 +94,8 @@ def test_what_is_wrong_with_a_document_is_in_its_result(engine: Engine) -> None:
         Document("empty"),
         Document("long", "word " * 600),
         Document("setting", TEXTS[1], settings={"top_p": 7}),
-        Document("more", TEXTS[1], settings={"max_new_tokens": 600}),
-        Document("short", TEXTS[1], settings={"max_new_tokens": 2}),
+        Document("more", TEXTS[1], settings={"max_tokens": 600}),
+        Document("short", TEXTS[1], settings={"max_tokens": 2}),
     ]
     found = {r.id: r for r in engine.batch(documents, max_new_tokens=8)}
     assert list(found) == [d.id for d in documents]

@@ -1,0 +1,64 @@
+"""What commands that run a model share: opening it with everything said, a seed that is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .cli_options import How, loading_options
+from .config import show_size
+from .progress import Progress
+from .sampling import Sampling
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .scheduler.plan import Plan
+    from .spec import ModelSpec
+    from .tokenizer import Tokenizer
+
+
+def seeded(sampling: Sampling, progress: Progress) -> Sampling:
+    """``sampling`` with a seed, drawn and told where it needs one and has none."""
+    if sampling.seed is None and not sampling.greedy:
+        sampling = dataclasses.replace(sampling, seed=secrets.randbits(32))
+        progress.say(f"seed {sampling.seed}: --seed {sampling.seed} gives the same text again")
+    return sampling
+
+
+def open_model(
+    model: str,
+    size: Callable[[Tokenizer, ModelSpec], dict[str, int | None]],
+    how: How,
+    progress: Progress,
+    layer: Callable[[int, int], None],
+) -> Engine:
+    """The engine, once every option is known to make sense; ``layer`` is told of each one."""
+    from .loading import open_engine
+    from .options import Options, Watch
+    from .plan_text import lowered, plan_lines
+
+    given = loading_options(how)
+    Options(**{k: v for k, v in given.items() if v is not None and k != "device"})
+    sizes: dict[str, int | None] = {}
+
+    def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
+        sizes.update(size(tokenizer, spec))
+        return sizes
+
+    def say_plan(plan: Plan) -> None:
+        notes = lowered(plan, given["cache"], sizes.get("sweep"))
+        progress.say("\n".join(plan_lines(plan, notes)))
+
+    def loading(done: int, total: int) -> None:
+        progress.show(f"loading the trunk: {show_size(done)} of {show_size(total)}")
+
+    def compiling(done: int, total: int) -> None:
+        progress.show(f"compiling kernels for the GPU: {done} of {total} layers")
+
+    def warn(text: str) -> None:
+        progress.say(f"warning: {text}")
+
+    watch = Watch(say_plan, loading, compiling, layer, warn)
+    return open_engine(model, sized, watch=watch, **given)

@@ -1,0 +1,203 @@
+"""The ``batch`` command: documents in, one durable line for each of them out, figures at the end.
+
+A line is on the drive before the next sweep begins, so a kill costs the answers under way.  What
+decides an answer (the text, the prompt around it, the settings, the model and its precision) is
+hashed into its line; a resumed run computes what has no line, or one of another hash.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .batch import Batch, Result, Tally
+from .batch_lines import digest
+from .batch_records import Records
+from .config import show_size
+from .documents import Document
+from .engine import Engine
+from .errors import DoesNotFit, K3Error, ScratchError
+from .progress import Progress, show_seconds, write_out
+from .sampling import Sampling
+from .session_identity import identity
+
+AGAIN = (DoesNotFit, ScratchError)  #: errors of the machine's, not of the document's
+EVERY: float = 1.0  #: seconds between two lines of progress for machines
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to do with every document."""
+
+    prompt: str
+    max_new_tokens: int
+    sampling: Sampling
+
+    def options(self) -> dict[str, Any]:
+        """Everything that decides an answer, but for the document and the prompt."""
+        return {"max_new_tokens": self.max_new_tokens, **asdict(self.sampling)}
+
+
+class BatchMeter:
+    """What is going on, for people in one line, for machines as lines of JSON on stdout."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        total: int | None,
+        as_json: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._progress, self._total, self._json, self._clock = progress, total, as_json, clock
+        self._tally, self._place = Tally(), ""
+        self._skipped = self._begun = 0
+        self._begin = clock()
+        self._said = float("-inf")
+
+    def skipped(self) -> None:
+        """A document of the input has its record already."""
+        self._skipped += 1
+
+    def layer(self, layer: int, layers: int) -> None:
+        """Layer ``layer`` (from 0) of ``layers`` begins."""
+        self._place = f"layer {layer + 1} of {layers}"
+        self._show(layer, layers)
+
+    def swept(self, tally: Tally) -> None:
+        """A sweep has ended."""
+        self._tally = tally
+        self._place = ""
+        self._show(0, 1)
+
+    def left(self) -> float | None:
+        """Seconds until all are done, from how long those took that are; None if nobody knows."""
+        done = self._tally.documents
+        if self._total is None or not done:
+            return None
+        return (self._total - self._skipped - done) * (self._clock() - self._begin) / done
+
+    def facts(self) -> dict[str, Any]:
+        """The figures so far."""
+        tally, seconds = self._tally, self._clock() - self._begin
+        return {
+            "documents": tally.documents + self._skipped,
+            "of": self._total,
+            "found_done": self._skipped,
+            "failed": tally.failed,
+            "running": tally.running,
+            "prompt_tokens": tally.prompt_tokens,
+            "new_tokens": tally.new_tokens,
+            "tokens_per_second": tally.new_tokens / seconds if seconds else None,
+            "sweep": tally.sweeps,
+            "rows": tally.rows,
+            "experts_a_layer": tally.experts,
+            "bytes_per_token": tally.bytes / tally.rows if tally.rows else None,
+            "bytes_read": tally.read,
+            "seconds": seconds,
+            "seconds_left": self.left(),
+        }
+
+    def _show(self, layer: int, layers: int) -> None:
+        if not self._json:
+            self._progress.show(self.line())
+            return
+        now = self._clock()
+        if now - self._said >= EVERY:
+            self._said = now
+            write_out(json.dumps({**self.facts(), "layer": layer, "layers": layers}))
+
+    def line(self) -> str:
+        """The figures so far in words."""
+        f = self.facts()
+        of = "" if self._total is None else f" of {self._total:,}"
+        parts = [f"{f['documents']:,}{of} documents"]
+        if f["failed"]:
+            parts.append(f"{f['failed']:,} failed")
+        parts.append(f"{f['running']:,} running")
+        if f["new_tokens"]:
+            parts.append(f"{f['tokens_per_second']:.3g} tokens/s")
+        if f["rows"]:
+            read = f"{show_size(int(f['bytes_per_token']))} a token"
+            parts.append(f"{f['rows']:,} rows a sweep, {f['experts_a_layer']:.3g} experts, {read}")
+        if f["seconds_left"] is not None:
+            parts.append(f"{show_seconds(f['seconds_left'])} left")
+        parts.append(f"sweep {f['sweep'] + 1:,} {self._place}".rstrip())
+        return ", ".join(parts)
+
+
+def run_batch(
+    engine: Engine,
+    documents: Iterator[Document],
+    task: Task,
+    records: Records,
+    progress: Progress,
+    meter: BatchMeter,
+) -> dict[str, int]:
+    """Compute what has no record yet; returns the counts of ``Records.finish``.
+
+    Raises what ends the whole run: ``BatchError`` where the output cannot be written,
+    ``ReadError`` where the model cannot be read.  What was flushed before is done.
+    """
+    decides = digest(identity(engine), task.prompt, task.options())
+    hashes: dict[str, str] = {}
+
+    def new() -> Iterator[Document]:
+        for document in documents:
+            if document.note:
+                progress.say(f"{document.source}: {document.note}")
+            known = _hash(decides, document)
+            if records.done(document.id, known):
+                meter.skipped()
+                continue
+            hashes[document.id] = known
+            yield document
+
+    batch = Batch(
+        engine, new(), prompt=task.prompt, max_new_tokens=task.max_new_tokens,
+        sampling=task.sampling, order="completed", watch=meter.swept,
+    )  # fmt: skip
+    try:
+        for result in batch:
+            if result.error is not None:
+                progress.say(f"{result.id}: {result.error}")
+            records.add({**record(result), "digest": hashes.pop(result.id)})
+            if not batch.ready:  # another sweep comes
+                records.flush()
+    finally:
+        batch.close()
+    return records.finish()
+
+
+def _hash(decides: str, document: Document) -> str:
+    wrong = "" if document.error is None else str(document.error)
+    return digest(decides, document.text, dict(document.settings), wrong)
+
+
+def record(result: Result) -> dict[str, Any]:
+    """The line of a result, all but its hash."""
+    facts: dict[str, Any] = {
+        "id": result.id,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "error": None if result.error is None else _error(result.error),
+        "usage": {
+            "prompt_tokens": result.prompt_tokens,
+            "new_tokens": len(result.tokens),
+            "reused_tokens": result.reused,
+        },
+        "timing": {
+            "seconds": round(result.seconds, 3),
+            "first_token": None if result.first_token is None else round(result.first_token, 3),
+            "sweeps": result.sweeps,
+        },
+    }
+    if isinstance(result.error, AGAIN):
+        facts["retry"] = True
+    return facts
+
+
+def _error(error: K3Error) -> dict[str, str]:
+    return {"type": type(error).__name__, "problem": error.problem, "remedy": error.remedy}

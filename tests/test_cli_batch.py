@@ -1,0 +1,196 @@
+"""The command ``batch``: a line for every document, the same after kills (R36, R38)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k3offload import load
+from tests.helpers_engine import call
+
+WORDS = "and it came to pass that the people of the city went up in those days"
+
+
+def texts(folder: Path, count: int) -> Path:
+    """A folder of ``count`` short texts."""
+    drawn, known = random.Random(2), WORDS.split()
+    folder.mkdir()
+    for i in range(count):
+        words = " ".join(drawn.choice(known) for _ in range(drawn.randrange(4, 40)))
+        (folder / f"t{i:02}.txt").write_text(f"{i} {words}")
+    return folder
+
+
+def records(out: Path) -> dict[str, dict[str, Any]]:
+    """The lines of ``out`` by id, without how long they took."""
+    found = {}
+    for line in out.read_bytes().decode().splitlines():
+        record = json.loads(line)
+        del record["timing"]
+        assert record["id"] not in found
+        found[record["id"]] = record
+    return found
+
+
+def run(*arguments: Any, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "k3offload", "batch", *map(str, arguments)],
+        env={**os.environ, **settings}, capture_output=True, encoding="utf-8", check=False,
+    )  # fmt: skip
+
+
+def test_good_and_bad_documents_of_a_folder_r36(tmp_path: Path) -> None:
+    folder, out = texts(tmp_path / "in", 3), tmp_path / "out.jsonl"
+    (folder / "empty.txt").write_text("")
+    (folder / "white.txt").write_text(" \n\t\n")
+    (folder / "bom.txt").write_bytes(b"\xef\xbb\xbfAnd the king")
+    (folder / "utf16.txt").write_bytes("And the king".encode("utf-16"))
+    (folder / "latin.txt").write_bytes(b"caf\xe9 and the king")
+    (folder / "binary.txt").write_bytes(b"\x00\x01king")
+    (folder / "long.txt").write_text("king " * 400)
+    (folder / "link.txt").symlink_to(tmp_path / "nowhere")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "t00.txt").write_text("the same stem")
+    (folder / "smile \U0001f600\nname.txt").write_text("And the king")
+    ended = run("nano", folder, "-o", out, "-n", 6, "--context", 200, LC_ALL="C", LANG="C")
+    assert ended.returncode == 3, ended.stderr
+    found = records(out)
+    wrong = {name for name, record in found.items() if record["error"]}
+    assert wrong == {"empty.txt", "white.txt", "latin.txt", "binary.txt", "long.txt", "link.txt"}
+    assert len(found) == 13
+    for name in wrong:
+        assert found[name]["error"]["problem"] and found[name]["error"]["remedy"]
+        assert name in ended.stderr
+    assert found["bom.txt"]["text"] == found["utf16.txt"]["text"]
+    assert all(r["usage"]["new_tokens"] for n, r in found.items() if n not in wrong)
+    with load("nano") as engine, engine.session() as session:
+        session.append((folder / "t01.txt").read_text())
+        events = list(session.generate(6))
+    assert found["t01.txt"]["text"] == "".join(getattr(event, "text", "") for event in events)
+    manifest = json.loads((tmp_path / "out.jsonl.run.json").read_text())
+    assert manifest["finished"] and manifest["counts"]["failed"] == 6
+    assert sorted(os.listdir(tmp_path)) == ["in", "out.jsonl", "out.jsonl.run.json"]
+
+
+def test_killed_and_resumed_it_leaves_the_same_file(tmp_path: Path) -> None:
+    folder, drawn = texts(tmp_path / "in", 40), random.Random(8)
+    how = ("-n", 40, "--sessions", 4, "--prompt", "{text} and", "--seed", 3, "--temperature", 0.7)
+    whole = run("nano", folder, "-o", tmp_path / "whole.jsonl", *how)
+    assert whole.returncode == 0, whole.stderr
+    out, kills, most = tmp_path / "out.jsonl", 0, 0
+    while True:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "k3offload", "batch", "nano", str(folder), "-o", str(out),
+             *map(str, how), "--resume"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        begun = lines(out)
+        while kills < 5 and process.poll() is None and lines(out) <= begun + 2:
+            time.sleep(0.002)
+        time.sleep(drawn.random() * 0.1)
+        if kills == 5 or process.poll() is not None:
+            assert process.wait() == 0
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        assert lines(out) >= begun, "what was done stays"
+        most = max(most, lines(out))
+    assert kills == 5
+    assert most < 40
+    assert records(out) == records(tmp_path / "whole.jsonl")
+    assert list(records(out)) == sorted(records(out))
+
+
+def lines(out: Path) -> int:
+    return out.read_bytes().count(b"\n") if out.exists() else 0
+
+
+def test_only_what_changed_is_done_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = texts(tmp_path / "in", 4), tmp_path / "out.jsonl"
+    how = ["batch", "nano", folder, "-o", out, "-n", "4"]
+    assert call(how, capsys)[0] == 0
+    before = records(out)
+    code, _, said = call(how, capsys)
+    assert code == 2 and "--resume" in said
+    (folder / "t02.txt").write_text("Another text")
+    (folder / "t03.txt").unlink()
+    code, told, _ = call([*how, "--resume", "--json"], capsys)
+    assert code == 0
+    counts = json.loads(told)["records"]
+    assert (counts["documents"], counts["reused"], counts["dropped"]) == (3, 2, 1)
+    after = records(out)
+    assert {n: r for n, r in after.items() if n != "t02.txt"} == {
+        n: before[n] for n in ("t00.txt", "t01.txt")
+    }
+    assert after["t02.txt"]["digest"] != before["t02.txt"]["digest"]
+    code, told, _ = call([*how[:-1], "5", "--resume", "--json"], capsys)  # another setting
+    assert json.loads(told)["records"]["reused"] == 0
+
+
+def test_requests_and_progress_for_machines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        {"custom_id": "a", "method": "POST", "url": "/v1/completions",
+         "body": {"model": "k3", "prompt": "And the king", "max_tokens": 2}},
+        {"id": "b", "prompt": "And the king"},
+        {"custom_id": "c", "method": "POST", "url": "/v1/completions",
+         "body": {"prompt": "And the king", "logit_bias": {"5": 1}}},
+    ]  # fmt: skip
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, told, _ = call(["batch", "nano", given, "-o", out, "-n", "5", "--json-progress"], capsys)
+    assert code == 3
+    found = records(out)
+    assert [found[i]["usage"]["new_tokens"] for i in "ab"] == [2, 5]
+    assert found["b"]["text"].startswith(found["a"]["text"])
+    assert "logit_bias" in found["c"]["error"]["problem"]
+    facts = [json.loads(line) for line in told.splitlines()]
+    assert facts[-1]["documents"] == facts[-1]["of"] == 3
+    assert facts[-1]["failed"] == 1
+    assert facts[-1]["new_tokens"] == 7
+
+
+def test_answers_follow_a_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = texts(tmp_path / "in", 2), tmp_path / "out.jsonl"
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"enum": ["yes", "no"]}))
+    assert call(["batch", "nano", folder, "-o", out, "--schema", schema], capsys)[0] == 0
+    assert {json.loads(r["text"]) for r in records(out).values()} <= {"yes", "no"}
+    schema.write_text("{")
+    code, _, said = call(
+        ["batch", "nano", folder, "-o", out, "--overwrite", "--schema", schema], capsys
+    )
+    assert code == 2 and "schema" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--prompt", "no place"], "{text}"),
+        (["--prompt", "{text}.", "--prompt-file", "x"], "two prompts"),
+        (["-n", "0"], "-n"),
+        (["--sessions", "0"], "--sessions"),
+        (["--id-field", "name"], "no table"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_loading(
+    more: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = texts(tmp_path / "in", 1), tmp_path / "out.jsonl"
+    code, _, said = call(["batch", "nano", folder, "-o", out, *more], capsys)
+    assert code == 2 and named in said
+    assert "memory plan" not in said
+    assert not out.exists()
