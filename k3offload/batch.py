@@ -14,11 +14,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .config import KDA_CHUNK
 from .documents import Document
-from .errors import K3Error, UsageError
+from .errors import K3Error, SessionError, UsageError
 from .generate import Done, FinishReason, Loop, Prefill, Request, Token
 from .sampling import Sampling
 from .scheduler.admission import Admission
@@ -71,20 +72,35 @@ class Tally:
     seconds: float = 0.0
 
 
+class Going(NamedTuple):
+    """A document that was under way when an earlier run ended: the folder in which its session was
+    saved, the tokens of its answer by then, and ``Result.reused``."""
+
+    folder: Path
+    tokens: tuple[int, ...]
+    reused: int
+
+
 class _Job:
     """A document under way."""
 
-    def __init__(self, index: int, document: Document, session: Session, sweeps: int) -> None:
-        self.index, self.document, self.session = index, document, session
+    def __init__(self, index: int, document: Document, request: Request, sweeps: int) -> None:
+        self.index, self.document, self.session = index, document, request.session
         self.begin, self.swept = time.perf_counter(), sweeps
-        self.prompt = session.length
+        self.earlier = 0  # ``reused``, of a run before this one
+        self.prompt = request.session.length - len(request.made)
         self.first: float | None = None
-        self.tokens: list[int] = []
+        self.tokens: list[int] = list(request.made)
         self.pieces: list[str] = []
+
+    @property
+    def reused(self) -> int:
+        """Prompt tokens that were computed for another document."""
+        return self.earlier or self.session.reused
 
 
 def around(prompt: str) -> tuple[str, str]:
-    """What stands before and behind the document; raises ``UsageError`` without one place for it."""
+    """What stands before and behind the document; raises ``UsageError`` unless it has one place."""
     if prompt.count(PLACE) != 1:
         raise UsageError(
             f"The prompt has {prompt.count(PLACE)} places for a document.",
@@ -108,8 +124,10 @@ class Batch(Iterator[Result]):
         on_error: OnError = "record",
         order: Order = "input",
         watch: Callable[[Tally], None] = lambda tally: None,
+        going: Callable[[Document], Going | None] = lambda document: None,
     ) -> None:
-        """See ``Engine.batch``.  ``watch``: told after every sweep."""
+        """See ``Engine.batch``.  ``going``: where to go on with a document, if anywhere; a session
+        that cannot be loaded, or is not of this document, is begun anew."""
         self._head, self._tail = around(prompt)
         for name, value, known in (
             ("on_error", on_error, ("record", "raise")),
@@ -123,7 +141,7 @@ class Batch(Iterator[Result]):
         self._engine = engine
         self._most, self._sampling = max_new_tokens, sampling or Sampling()
         self._raises, self._in_order = on_error == "raise", order == "input"
-        self._watch = watch
+        self._watch, self._going = watch, going
         self._documents = enumerate(documents)
         self._more = True
         self._loop = Loop(engine)
@@ -174,6 +192,14 @@ class Batch(Iterator[Result]):
         """Results that come without another sweep."""
         return len(self._ready)
 
+    def save(self, folder: Callable[[Document], Path]) -> Iterator[tuple[Document, Going]]:
+        """Save what is under way, each session in the ``folder`` of its document; yields where to
+        go on with it.  Raises ``SessionError``."""
+        for job in self._jobs.values():
+            place = folder(job.document)
+            job.session.save(place)
+            yield job.document, Going(place, tuple(job.tokens), job.reused)
+
     # ---- documents begin ----
 
     def _admit(self) -> bool:
@@ -196,19 +222,22 @@ class Batch(Iterator[Result]):
         try:
             if document.error is not None:
                 raise document.error
-            request = self._request(document)
+            request, earlier = self._request(document)
             session = request.session
-            self._loop.add(index, request)
+            said = self._loop.add(index, request)
         except K3Error as error:
             if session is not None:
                 session.close()
             self._end(Result(document.id, index, "", (), "error", error.with_traceback(None)))
             return
-        self._jobs[index] = _Job(index, document, session, self.tally.sweeps)
-        self.tally.prompt_tokens += session.length
+        job = self._jobs[index] = _Job(index, document, request, self.tally.sweeps)
+        job.earlier = earlier
+        job.pieces.append(said)
+        self.tally.prompt_tokens += job.prompt
 
-    def _request(self, document: Document) -> Request:
-        """Raises ``UsageError`` for settings or a text that cannot be."""
+    def _request(self, document: Document) -> tuple[Request, int]:
+        """The request, and tokens that an earlier run reused for it.  Raises ``UsageError`` for
+        settings or a text that cannot be."""
         text = self._head + document.text + self._tail
         if not text:
             raise UsageError("The document is empty.", "Leave it out, or give a prompt around it.")
@@ -218,10 +247,25 @@ class Batch(Iterator[Result]):
         sampling = replace(self._sampling, **settings)
         tokens = self._engine.encode(text)
         self._engine.check_context(len(tokens) + most)
+        going = self._going(document)
+        if going is not None and (session := self._loaded(document, tokens, going)) is not None:
+            return Request(session, most, sampling, going.tokens), going.reused
         self._prime(tokens)
         session = self._engine.session()
         session.append(tokens)
-        return Request(session, most, sampling)
+        return Request(session, most, sampling), 0
+
+    def _loaded(self, document: Document, tokens: list[int], going: Going) -> Session | None:
+        """The session of an earlier run for a document of ``tokens``."""
+        try:
+            session = self._engine.load_session(going.folder)
+        except (SessionError, OSError) as error:
+            self._engine.warn(f"{document.id} is begun anew: {error}")
+            return None
+        if session.tokens == (*tokens, *going.tokens):
+            return session
+        session.close()
+        return None
 
     def _prime(self, tokens: list[int]) -> None:
         """Compute what all prompts begin with, before the first of them: they will find it."""
@@ -270,7 +314,7 @@ class Batch(Iterator[Result]):
         self._watch(tally)
 
     def _finish(self, job: _Job, done: Done) -> None:
-        now = time.perf_counter()
+        now, reused = time.perf_counter(), job.reused
         del self._jobs[job.index]
         job.session.close()
         error = None if done.error is None else done.error.with_traceback(None)
@@ -285,7 +329,7 @@ class Batch(Iterator[Result]):
             finish_reason=done.finish_reason,
             error=error,
             prompt_tokens=job.prompt,
-            reused=done.reused,
+            reused=reused,
             seconds=now - job.begin,
             first_token=None if job.first is None else job.first - job.begin,
             sweeps=self.tally.sweeps + 1 - job.swept,

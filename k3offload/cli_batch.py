@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from . import __version__
+from .batch_records import MANIFEST
 from .cli_open import open_model, seeded
 from .cli_options import AsJson, How, Model, at_least_one, takes_how
 from .constrain import Grammar
@@ -62,6 +64,9 @@ def batch(
     ] = None,
     completed: Annotated[bool, typer.Option(help="Leave lines in the order of their end.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on with OUT; what is done stays.")] = False,
+    save_every: Annotated[
+        float, typer.Option(help="Seconds between saves of answers under way; 0 is never.")
+    ] = 600.0,
     overwrite: Annotated[bool, typer.Option(help="Replace OUT.")] = False,
     json_progress: Annotated[bool, typer.Option(help="Progress as JSON on stdout.")] = False,
     as_json: AsJson = False,
@@ -82,6 +87,8 @@ def batch(
         stops = tuple(stop or ())
         grammar = None if schema is None else Grammar.of_schema(_text(schema))
         sampling = Sampling(temperature, top_k, top_p, min_p, seed, stops, ignore_end, grammar)
+        if resume and seed is None:
+            sampling = replace(sampling, seed=_seed_of(out))
         task = Task(template, max_new_tokens, seeded(sampling, progress))
         meter = BatchMeter(progress, count_documents(inputs, kind=kind), json_progress)
 
@@ -101,7 +108,7 @@ def batch(
                 out, begin(engine), resume=resume, overwrite=overwrite, order=kept,
                 warn=lambda text: progress.say(f"warning: {text}"),
             ) as records:  # fmt: skip
-                counts = run_batch(engine, documents, task, records, progress, meter)
+                counts = run_batch(engine, documents, task, records, progress, meter, save_every)
         facts = meter.facts()
         progress.clear()
         if as_json or json_progress:
@@ -120,6 +127,15 @@ def _template(prompt: str, file: Path | None) -> str:
     if prompt != "{text}":
         raise UsageError("There are two prompts.", "Give --prompt or --prompt-file.")
     return _text(file)
+
+
+def _seed_of(out: Path) -> int | None:
+    """The seed of the run that wrote ``out``, so that a seed that was drawn is not drawn anew."""
+    try:
+        seed = json.loads(out.with_name(out.name + MANIFEST).read_bytes())["options"]["seed"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return seed if isinstance(seed, int) else None
 
 
 def _text(file: Path) -> str:

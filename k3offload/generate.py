@@ -58,11 +58,16 @@ class Done(Event):
 
 @dataclass
 class Request:
-    """Generate up to ``max_new_tokens`` tokens after the tokens of ``session``."""
+    """Generate up to ``max_new_tokens`` tokens after the tokens of ``session``.
+
+    ``made``: the last tokens of the session that are of this answer already; settings, seed and
+    number count as if it had never been interrupted.
+    """
 
     session: Session
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
+    made: tuple[int, ...] = ()
 
 
 class _Active:
@@ -76,7 +81,8 @@ class _Active:
         self.number, self.request, self.session = number, request, request.session
         if not self.session.length:
             raise UsageError("The session has no tokens.", "Append a prompt first.")
-        engine.check_context(self.session.length + request.max_new_tokens)
+        left = request.max_new_tokens - len(request.made)
+        engine.check_context(self.session.length + left)
         self.sampler = Sampler(request.sampling)
         self.text = TextStream(engine.tokenizer, request.sampling.stop)
         self.ends = frozenset() if request.sampling.ignore_end else engine.tokenizer.end_ids
@@ -84,7 +90,15 @@ class _Active:
         self.state = None if grammar is None else constraint(engine.tokenizer, grammar).start()
         self.begin = self.session.position
         self.prompt = len(self.session.waiting())
-        self.made = 0
+        self.made = len(request.made)
+        self.said = "".join(map(self._again, request.made))
+
+    def _again(self, token: int) -> str:
+        """Pass over a token that was sampled earlier; its text."""
+        self.sampler.skip()
+        if self.state is not None:
+            self.state.accept(token)
+        return self.text.push(token)
 
     def sample(self) -> Iterator[Event]:
         """Choose the next token from the session's logits; the last event may be ``Done``."""
@@ -115,13 +129,16 @@ class Loop:
         self._engine = engine
         self._active: list[_Active] = []
 
-    def add(self, number: int, request: Request) -> None:
-        """Raises ``UsageError`` or ``SessionError`` for a request that cannot be run."""
+    def add(self, number: int, request: Request) -> str:
+        """The text of ``request.made``.  Raises ``UsageError`` or ``SessionError`` for a request
+        that cannot be run."""
         if request.session.engine is not self._engine:
             raise SessionError("A session is of another engine.", "Use its own engine.")
         if any(a.session is request.session for a in self._active):
             raise SessionError("Two requests are of one session.", "Fork it, or run them in turn.")
-        self._active.append(_Active(number, request, self._engine))
+        active = _Active(number, request, self._engine)
+        self._active.append(active)
+        return active.said
 
     @property
     def waiting(self) -> list[Session]:

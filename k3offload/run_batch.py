@@ -1,8 +1,9 @@
 """The ``batch`` command: documents in, one durable line for each of them out, figures at the end.
 
-A line is on the drive before the next sweep begins, so a kill costs the answers under way.  What
-decides an answer (the text, the prompt around it, the settings, the model and its precision) is
-hashed into its line; a resumed run computes what has no line, or one of another hash.
+A line is on the drive before the next sweep begins, and answers under way are saved every few
+minutes: that much a kill costs.  What decides an answer (the text, the prompt around it, the
+settings, the model and its precision) is hashed into its line; a resumed run computes what has no
+line, or one of another hash.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .batch import Batch, Result, Tally
+from .batch import Batch, Going, Result, Tally
 from .batch_lines import digest
 from .batch_records import Records
 from .config import show_size
 from .documents import Document
 from .engine import Engine
-from .errors import DoesNotFit, K3Error, ScratchError
+from .errors import DoesNotFit, K3Error, ScratchError, SessionError
 from .progress import Progress, show_seconds, write_out
 from .sampling import Sampling
 from .session_identity import identity
+from .session_manifest import need_zarr
 
 AGAIN = (DoesNotFit, ScratchError)  #: errors of the machine's, not of the document's
+SAVE_EVERY: float = 600.0  #: seconds between two saves of what is under way
 EVERY: float = 1.0  #: seconds between two lines of progress for machines
 
 
@@ -135,8 +138,11 @@ def run_batch(
     records: Records,
     progress: Progress,
     meter: BatchMeter,
+    save_every: float = SAVE_EVERY,
 ) -> dict[str, int]:
     """Compute what has no record yet; returns the counts of ``Records.finish``.
+
+    ``save_every``: seconds between two saves of what is under way; 0 saves nothing.
 
     Raises what ends the whole run: ``BatchError`` where the output cannot be written,
     ``ReadError`` where the model cannot be read.  What was flushed before is done.
@@ -155,9 +161,24 @@ def run_batch(
             hashes[document.id] = known
             yield document
 
+    def going(document: Document) -> Going | None:
+        state = records.state(document.id)
+        if state is None:
+            return None
+        return Going(state.folder, tuple(state.extra["tokens"]), state.extra["reused"])
+
+    def swept(tally: Tally) -> None:
+        meter.swept(tally)
+        if saves.due():
+            for document, where in batch.save(lambda document: records.state_folder(document.id)):
+                known = {"tokens": where.tokens, "reused": where.reused}
+                records.keep_state(document.id, hashes[document.id], known)
+            saves.done()
+
+    saves = _Saves(save_every, progress)
     batch = Batch(
         engine, new(), prompt=task.prompt, max_new_tokens=task.max_new_tokens,
-        sampling=task.sampling, order="completed", watch=meter.swept,
+        sampling=task.sampling, order="completed", watch=swept, going=going,
     )  # fmt: skip
     try:
         for result in batch:
@@ -169,6 +190,25 @@ def run_batch(
     finally:
         batch.close()
     return records.finish()
+
+
+class _Saves:
+    """When what is under way is saved: ``every`` so many seconds, 0 is never."""
+
+    def __init__(self, every: float, progress: Progress) -> None:
+        self._every, self._last = every, time.monotonic()
+        if every:
+            try:
+                need_zarr()
+            except SessionError as error:
+                progress.say(f"warning: answers under way are not saved: {error}")
+                self._every = 0.0
+
+    def due(self) -> bool:
+        return bool(self._every) and time.monotonic() - self._last >= self._every
+
+    def done(self) -> None:
+        self._last = time.monotonic()
 
 
 def _hash(decides: str, document: Document) -> str:

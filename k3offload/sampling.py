@@ -84,6 +84,12 @@ class Sampler:
         self._random = np.random.Generator(np.random.PCG64(self.seed))
         self._step = 0
 
+    def skip(self) -> None:
+        """Pass over a step whose token is known: the next one draws what it would have drawn."""
+        self._step += 1
+        if not self.sampling.greedy:
+            self._random.random()
+
     def choose(self, logits: Row, mask: Callable[[Row], Row] | None = None) -> int:
         """The next token from ``logits`` [vocab], float32; -inf marks a token that may not come.
 

@@ -194,3 +194,33 @@ def test_what_cannot_be_is_refused_before_loading(
     assert code == 2 and named in said
     assert "memory plan" not in said
     assert not out.exists()
+
+
+def test_an_answer_under_way_is_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One long answer that is killed in its middle; its seed was drawn."""
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text('{"id": "long", "prompt": "And the king"}\n{"id": "b", "prompt": "And"}\n')
+    how = ["nano", str(given), "-o", str(out), "-n", "1500", "--temperature", "0.8"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "k3offload", "batch", *how, "--save-every", "0.2"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    notes = tmp_path / "out.jsonl.state"
+    while process.poll() is None and len(list(notes.glob("*.json"))) < 2:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    code, told, _ = call(["batch", *how, "--resume", "--json"], capsys)
+    assert code == 0
+    facts = json.loads(told)
+    found = records(out)
+    assert facts["new_tokens"] < sum(r["usage"]["new_tokens"] for r in found.values())
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl", "out.jsonl.run.json"]
+    seed = json.loads((tmp_path / "out.jsonl.run.json").read_text())["options"]["seed"]
+    again = tmp_path / "again.jsonl"
+    how[how.index("-o") + 1] = str(again)
+    assert call(["batch", *how, "--seed", str(seed)], capsys)[0] == 0
+    assert records(again) == found
