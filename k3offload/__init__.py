@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .choose_label import score_labels
     from .constrain import Grammar
+    from .documents import Document, read_documents
     from .engine import Engine
     from .loading import load
     from .sampling import Sampling
@@ -15,13 +16,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Engine", "Grammar", "Sampling", "Session", "__version__", "load", "score_labels",
+    "Document", "Engine", "Grammar", "Sampling", "Session", "__version__", "load",
+    "read_documents", "score_labels",
 ]  # fmt: skip
 
 _HOME = {
+    "Document": ".documents",
     "Engine": ".engine",
     "Grammar": ".constrain",
     "load": ".loading",
+    "read_documents": ".documents",
     "Sampling": ".sampling",
     "Session": ".session",
     "score_labels": ".choose_label",

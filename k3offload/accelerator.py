@@ -108,9 +108,10 @@ class Accelerator:
             device.close()
             raise
 
-    def make_plan(self, demand: Demand, trunk: str) -> Demand:
-        """Decide what the device holds; returns what is left for RAM of ``demand``."""
-        options, spec = self._options, self._checkpoint.spec
+    def make_plan(self, demand: Demand, trunk: str, options: Options) -> Demand:
+        """Decide what the device holds; returns what is left for RAM of ``demand``.  ``options``
+        count from now on: they may be for fewer sessions than before."""
+        self._options, spec = options, self._checkpoint.spec
         limit = vram_limit(self.device, options.vram, self._reserve)
         own = device_demand(
             self._checkpoint, options, trunk, self.placed, demand.slot, self._reserve

@@ -10,6 +10,8 @@ not depend on the others, on their order, or on how many run at a time.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -18,8 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .config import KDA_CHUNK
+from .constrain import constraint
 from .documents import Document
-from .errors import K3Error, SessionError, UsageError
+from .errors import (
+    DoesNotFit,
+    K3Error,
+    ScratchError,
+    SessionError,
+    TokenizerError,
+    UsageError,
+)
 from .generate import Done, FinishReason, Loop, Prefill, Request, Token
 from .sampling import Sampling
 from .scheduler.admission import Admission
@@ -28,6 +38,8 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .session import Session
 
+READY, HELD = 64, 4096  #: results that wait at most before more documents are looked at
+SETTINGS = frozenset({"temperature", "top_k", "top_p", "min_p", "seed", "stop"})
 PLACE = "{text}"  #: where a document goes in the prompt
 
 Order = Literal["input", "completed"]
@@ -69,15 +81,13 @@ class Tally:
     bytes: int = 0  #: that the last sweep read
     read: int = 0  #: that all of them read
     experts: float = 0.0  #: different ones that the last sweep asked for, a layer
-    seconds: float = 0.0
 
 
 class Going(NamedTuple):
     """A document that was under way when an earlier run ended: the folder in which its session was
-    saved, the tokens of its answer by then, and ``Result.reused``."""
+    saved, and ``Result.reused`` by then."""
 
     folder: Path
-    tokens: tuple[int, ...]
     reused: int
 
 
@@ -97,6 +107,12 @@ class _Job:
     def reused(self) -> int:
         """Prompt tokens that were computed for another document."""
         return self.earlier or self.session.reused
+
+
+def bare(error: K3Error) -> K3Error:
+    """``error`` without what it came from, which may be large (a file that is no UTF-8)."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def around(prompt: str) -> tuple[str, str]:
@@ -124,10 +140,12 @@ class Batch(Iterator[Result]):
         on_error: OnError = "record",
         order: Order = "input",
         watch: Callable[[Tally], None] = lambda tally: None,
+        pause: Callable[[], None] = lambda: None,
         going: Callable[[Document], Going | None] = lambda document: None,
     ) -> None:
-        """See ``Engine.batch``.  ``going``: where to go on with a document, if anywhere; a session
-        that cannot be loaded, or is not of this document, is begun anew."""
+        """See ``Engine.batch``.  ``pause``: called before every sweep, when all results have been
+        handed out.  ``going``: where to go on with a document, if anywhere; a session that cannot
+        be loaded, or is not of this document, is begun anew."""
         self._head, self._tail = around(prompt)
         for name, value, known in (
             ("on_error", on_error, ("record", "raise")),
@@ -139,10 +157,13 @@ class Batch(Iterator[Result]):
             raise UsageError(f"max_new_tokens is {max_new_tokens}.", "Ask for at least one token.")
         self.tally = Tally()
         self._engine = engine
+        if sampling is not None and sampling.grammar is not None:
+            constraint(engine.tokenizer, sampling.grammar)  # refused now, and not by each document
         self._most, self._sampling = max_new_tokens, sampling or Sampling()
         self._raises, self._in_order = on_error == "raise", order == "input"
-        self._watch, self._going = watch, going
-        self._documents = enumerate(documents)
+        self._watch, self._pause, self._going = watch, pause, going
+        self._documents: Iterator[tuple[int, Document | str]] = enumerate(documents)
+        self._lock = threading.RLock()  # closing waits for the sweep under way
         self._more = True
         self._loop = Loop(engine)
         self._jobs: dict[int, _Job] = {}
@@ -151,7 +172,6 @@ class Batch(Iterator[Result]):
         self._held: dict[int, Result] = {}  # done before an earlier one
         self._next = 0
         self._primed = engine.prefixes is None
-        self._begin = time.perf_counter()
 
     # ---- the results ----
 
@@ -159,46 +179,46 @@ class Batch(Iterator[Result]):
         return self
 
     def __next__(self) -> Result:
-        while not self._ready:
-            if not self._admit() and not self._jobs:
-                if self._ready:  # documents that ended before they began
-                    break
-                raise StopIteration
-            if self._jobs:
-                self._step()
-        result = self._ready.popleft()
-        if self._raises and result.error is not None:
-            self.close()
-            raise result.error
-        return result
+        with self._lock:
+            while not self._ready:
+                if not self._admit() and not self._jobs and not self._ready:
+                    raise StopIteration
+                if self._jobs and not self._ready:
+                    self._pause()
+                    self._step()
+            result = self._ready.popleft()
+            if self._raises and result.error is not None:
+                self.close()
+                raise result.error
+            return result
 
     async def results(self) -> AsyncIterator[Result]:
         """The same results, computed in a thread of their own."""
         end = object()
-        while (result := await asyncio.to_thread(next, self, end)) is not end:
-            assert isinstance(result, Result)
-            yield result
+        try:
+            while (result := await asyncio.to_thread(next, self, end)) is not end:
+                assert isinstance(result, Result)
+                yield result
+        finally:
+            await asyncio.shield(asyncio.to_thread(self.close))
 
     def close(self) -> None:
         """Let go of every document; nothing more comes."""
-        for number, job in self._jobs.items():
-            self._loop.drop(number)
-            job.session.close()
-        self._jobs.clear()
-        self._more = False
-
-    @property
-    def ready(self) -> int:
-        """Results that come without another sweep."""
-        return len(self._ready)
+        with self._lock:
+            for number, job in self._jobs.items():
+                self._loop.drop(number)
+                job.session.close()
+            for kept in (self._jobs, self._ready, self._held):
+                kept.clear()
+            self._more = False
 
     def save(self, folder: Callable[[Document], Path]) -> Iterator[tuple[Document, Going]]:
         """Save what is under way, each session in the ``folder`` of its document; yields where to
         go on with it.  Raises ``SessionError``."""
-        for job in self._jobs.values():
+        for job in [job for job in self._jobs.values() if job.session.position]:
             place = folder(job.document)
             job.session.save(place)
-            yield job.document, Going(place, tuple(job.tokens), job.reused)
+            yield job.document, Going(place, job.reused)
 
     # ---- documents begin ----
 
@@ -207,6 +227,8 @@ class Batch(Iterator[Result]):
         free = self._admission.places - len(self._jobs)
         if self._more and self._admission.begins(free):
             while self._more and len(self._jobs) < self._admission.places:
+                if len(self._ready) >= READY or len(self._held) >= HELD:
+                    break  # documents that end before they begin take no place
                 self._take()
         return self._more
 
@@ -218,38 +240,57 @@ class Batch(Iterator[Result]):
             self._more = False
             return
         document = given if isinstance(given, Document) else Document(str(index), given)
+        if document.error is not None:
+            self._refused(index, document, None, document.error)
+            return
         session: Session | None = None
         try:
-            if document.error is not None:
-                raise document.error
             request, earlier = self._request(document)
             session = request.session
             said = self._loop.add(index, request)
-        except K3Error as error:
-            if session is not None:
-                session.close()
-            self._end(Result(document.id, index, "", (), "error", error.with_traceback(None)))
+        except (UsageError, TokenizerError, SessionError) as error:
+            self._refused(index, document, session, error)
+            return
+        except (DoesNotFit, ScratchError) as error:
+            if not self._jobs:
+                self._refused(index, document, session, error)
+                return
+            # somebody else's sessions take the room: later, when one of these has ended
+            self._documents = itertools.chain([(index, document)], self._documents)
+            self._admission.places = len(self._jobs)
             return
         job = self._jobs[index] = _Job(index, document, request, self.tally.sweeps)
         job.earlier = earlier
         job.pieces.append(said)
         self.tally.prompt_tokens += job.prompt
 
+    def _refused(
+        self, index: int, document: Document, session: Session | None, error: K3Error
+    ) -> None:
+        if session is not None:
+            session.close()
+        self._end(Result(document.id, index, "", (), "error", bare(error)))
+
     def _request(self, document: Document) -> tuple[Request, int]:
         """The request, and tokens that an earlier run reused for it.  Raises ``UsageError`` for
         settings or a text that cannot be."""
+        if not isinstance(document.text, str):
+            raise UsageError(f"The document is a {type(document.text).__name__}.", "Give text.")
         text = self._head + document.text + self._tail
         if not text:
             raise UsageError("The document is empty.", "Leave it out, or give a prompt around it.")
         settings = dict(document.settings)
         settings.pop("model", None)  # whatever it names, this one answers
         most = settings.pop("max_tokens", self._most)
+        if unknown := settings.keys() - SETTINGS:
+            raise UsageError(f"Nobody knows the setting {min(unknown)!r}.", "Leave it out.")
         sampling = replace(self._sampling, **settings)
         tokens = self._engine.encode(text)
         self._engine.check_context(len(tokens) + most)
         going = self._going(document)
         if going is not None and (session := self._loaded(document, tokens, going)) is not None:
-            return Request(session, most, sampling, going.tokens), going.reused
+            made = session.tokens[len(tokens) :]
+            return Request(session, most, sampling, made), going.reused
         self._prime(tokens)
         session = self._engine.session()
         session.append(tokens)
@@ -262,7 +303,7 @@ class Batch(Iterator[Result]):
         except (SessionError, OSError) as error:
             self._engine.warn(f"{document.id} is begun anew: {error}")
             return None
-        if session.tokens == (*tokens, *going.tokens):
+        if session.tokens[: len(tokens)] == tuple(tokens):
             return session
         session.close()
         return None
@@ -271,7 +312,6 @@ class Batch(Iterator[Result]):
         """Compute what all prompts begin with, before the first of them: they will find it."""
         if self._primed:
             return
-        self._primed = True
         head, same = self._engine.encode(self._head), 0
         while same < min(len(head), len(tokens) - 1) and head[same] == tokens[same]:
             same += 1
@@ -279,6 +319,7 @@ class Batch(Iterator[Result]):
             with self._engine.session() as session:
                 session.append(tokens[:whole])
                 session.logits()
+        self._primed = True
 
     # ---- sweeps ----
 
@@ -310,14 +351,13 @@ class Batch(Iterator[Result]):
         tally.bytes = sum(after[kind].bytes - before[kind].bytes for kind in after)
         tally.read += tally.bytes
         tally.experts = (after["experts"].requests - before["experts"].requests) / layers
-        tally.seconds = time.perf_counter() - self._begin
         self._watch(tally)
 
     def _finish(self, job: _Job, done: Done) -> None:
         now, reused = time.perf_counter(), job.reused
         del self._jobs[job.index]
         job.session.close()
-        error = None if done.error is None else done.error.with_traceback(None)
+        error = None if done.error is None else bare(done.error)
         if error is None:
             self._admission.ended(len(job.tokens))
         text = "".join(job.pieces) + done.text

@@ -37,6 +37,7 @@ from .paths import show_path
 
 MANIFEST, STATES, LOCK = ".run.json", ".state", "lock"  #: behind OUT's name; a file in STATES
 FORMAT: Final = 1
+SAVE_EVERY: Final = 600.0  #: seconds between two saves of what is under way, by default
 EVERY: float = 5.0  #: seconds between two manifests while records are added
 DECIDES: Final = ("model", "prompt", "options")  #: parts of the manifest that all digests cover
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from . import __version__
-from .batch_records import MANIFEST
-from .cli_open import open_model, seeded
-from .cli_options import AsJson, How, Model, at_least_one, takes_how
-from .constrain import Grammar
-from .documents import SUFFIXES, count_documents, read_documents
+from .batch_file import refuse
+from .batch_records import MANIFEST, SAVE_EVERY
+from .cli_open import open_model
+from .cli_options import AsJson, Choice, How, Model, at_least_one, takes_how
+from .constrain import Grammar, constraint
+from .documents import SUFFIXES, Document, count_documents, read_documents
 from .errors import UsageError
 from .find import find_model
 from .progress import Progress, loading_libraries, write_out
@@ -23,6 +27,7 @@ from .session_manifest import refuse_in_model
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .run_batch import BatchMeter, Task
     from .spec import ModelSpec
     from .tokenizer import Tokenizer
 
@@ -34,85 +39,88 @@ def add_to(app: typer.Typer) -> None:
     app.command()(batch)
 
 
-@takes_how("sweep")
+class Ask(NamedTuple):
+    """What is asked of every document."""
+
+    prompt: Annotated[str, typer.Option(help="What a document is put into.")] = "{text}"
+    prompt_file: Annotated[Path | None, typer.Option(help="The same as a UTF-8 file.")] = None
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens")] = 256
+    context: Annotated[int, typer.Option(help="Most tokens of a prompt and its answer.")] = 4096
+    sessions: Annotated[
+        int, typer.Option(help="Documents at a time, at most; as many as let each read least.")
+    ] = 64
+    schema: Annotated[
+        Path | None, typer.Option(help="JSON schema, a file; every answer follows it.")
+    ] = None
+
+
+class Columns(NamedTuple):
+    """Where documents stand in the input."""
+
+    id_field: Annotated[str | None, typer.Option(help="Column that names a document.")] = None
+    text_field: Annotated[str | None, typer.Option(help="Column of its text.")] = None
+    kind: Annotated[
+        str | None, typer.Option(help=f"text, {', '.join(sorted(set(SUFFIXES.values())))}.")
+    ] = None
+
+
+class Output(NamedTuple):
+    """What is done with OUT, and what is said meanwhile."""
+
+    completed: Annotated[bool, typer.Option(help="Leave lines in the order of their end.")] = False
+    resume: Annotated[bool, typer.Option(help="Go on with OUT; what is done stays.")] = False
+    overwrite: Annotated[bool, typer.Option(help="Replace OUT.")] = False
+    save_every: Annotated[
+        float, typer.Option(help="Seconds between saves of answers under way; 0 is never.")
+    ] = SAVE_EVERY
+    json_progress: Annotated[bool, typer.Option(help="Progress as JSON on stdout.")] = False
+    as_json: AsJson = False
+
+
+@takes_how("sweep", ask=Ask, choice=Choice, columns=Columns, output=Output)
 def batch(
     how: How,
+    ask: Ask,
+    choice: Choice,
+    columns: Columns,
+    output: Output,
     model: Model,
     inputs: Annotated[str, typer.Argument(help="Folder, pattern, text, JSONL, CSV or Parquet.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="A line of JSON for each document.")],
-    prompt: Annotated[str, typer.Option(help="What a document is put into.")] = "{text}",
-    prompt_file: Annotated[Path | None, typer.Option(help="The same as a UTF-8 file.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens")] = 256,
-    context: Annotated[int, typer.Option(help="Most tokens of a prompt and its answer.")] = 4096,
-    sessions: Annotated[
-        int, typer.Option(help="Documents at a time, at most; as many as let each read least.")
-    ] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same texts.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text.")] = None,
-    ignore_end: Annotated[bool, typer.Option(help="Go on after end tokens.")] = False,
-    schema: Annotated[
-        Path | None, typer.Option(help="JSON schema, a file; every answer follows it.")
-    ] = None,
-    id_field: Annotated[str | None, typer.Option(help="Column that names a document.")] = None,
-    text_field: Annotated[str | None, typer.Option(help="Column of its text.")] = None,
-    kind: Annotated[
-        str | None, typer.Option(help=f"text, {', '.join(sorted(set(SUFFIXES.values())))}.")
-    ] = None,
-    completed: Annotated[bool, typer.Option(help="Leave lines in the order of their end.")] = False,
-    resume: Annotated[bool, typer.Option(help="Go on with OUT; what is done stays.")] = False,
-    save_every: Annotated[
-        float, typer.Option(help="Seconds between saves of answers under way; 0 is never.")
-    ] = 600.0,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT.")] = False,
-    json_progress: Annotated[bool, typer.Option(help="Progress as JSON on stdout.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Answer every document of INPUTS; exit 3 if some of them failed."""
-    at_least_one(("-n", max_new_tokens), ("--context", context), ("--sessions", sessions))
-    template = _template(prompt, prompt_file)
-    if out.is_dir():
-        raise UsageError(f"{out} is a folder.", "Name a file, like OUT.jsonl.")
-    refuse_in_model(out, find_model(model))
+    at_least_one(("-n", ask.max_new_tokens), ("--context", ask.context))
+    at_least_one(("--sessions", ask.sessions))
+    template, place = _template(ask), _place(out, model, output)
+    if ask.max_new_tokens >= ask.context:
+        raise UsageError(
+            f"-n {ask.max_new_tokens} leaves no room in --context {ask.context}.", "Raise it."
+        )
     with Progress() as progress:
-        documents = read_documents(inputs, id_field=id_field, text_field=text_field, kind=kind)
+        documents = read_documents(inputs, **columns._asdict(), but=place)
         with loading_libraries(progress):
             from .batch import around
-            from .batch_records import Records
-            from .run_batch import BatchMeter, Task, run_batch
+            from .run_batch import BatchMeter, Task
         around(template)
-        stops = tuple(stop or ())
-        grammar = None if schema is None else Grammar.of_schema(_text(schema))
-        sampling = Sampling(temperature, top_k, top_p, min_p, seed, stops, ignore_end, grammar)
-        if resume and seed is None:
-            sampling = replace(sampling, seed=_seed_of(out))
-        task = Task(template, max_new_tokens, seeded(sampling, progress))
-        meter = BatchMeter(progress, count_documents(inputs, kind=kind), json_progress)
+        grammar = None if ask.schema is None else Grammar.of_schema(_text(ask.schema))
+        sampling = _seeded(choice.sampling(grammar), place, output.resume, progress)
+        task = Task(template, ask.max_new_tokens, sampling)
+        total = count_documents(inputs, kind=columns.kind, but=place)
+        meter = BatchMeter(progress, total, output.json_progress)
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
-            head = tokenizer.encode(template)
-            spec.check_context(len(head), max_new_tokens)
-            answer = min(max_new_tokens, context - 1)
-            return {"context": context, "sessions": sessions, "fewer": True, "answer": answer}
-
-        def begin(engine: Engine) -> dict[str, Any]:
-            return _about(engine, model, inputs, task.prompt, task.options())
+            spec.check_context(len(tokenizer.encode(template)), ask.max_new_tokens)
+            if grammar is not None:  # refused now; and what it takes is counted in the plan
+                constraint(tokenizer, grammar)
+            answer = {"answer": ask.max_new_tokens, "fewer": True}
+            return {"context": ask.context, "sessions": ask.sessions, **answer}
 
         with open_model(model, size, how, progress, meter.layer) as engine:
-            progress.say(f"{engine.options.sessions} documents at a time")
-            kept: Literal["input", "completed"] = "completed" if completed else "input"
-            with Records.open(
-                out, begin(engine), resume=resume, overwrite=overwrite, order=kept,
-                warn=lambda text: progress.say(f"warning: {text}"),
-            ) as records:  # fmt: skip
-                counts = run_batch(engine, documents, task, records, progress, meter, save_every)
-        facts = meter.facts()
+            about = _about(engine, model, inputs, task)
+            counts = _run(engine, documents, task, place, about, output, progress, meter)
         progress.clear()
-        if as_json or json_progress:
-            write_out(json.dumps({**facts, "records": counts}))
+        if output.as_json or output.json_progress:
+            write_out(json.dumps({**meter.facts(), "records": counts}))
         else:
             progress.say(meter.line())
             progress.say(f"{counts['done']:,} records in {out}, {counts['failed']:,} of errors")
@@ -120,13 +128,61 @@ def batch(
         raise typer.Exit(SOME_FAILED)
 
 
-def _template(prompt: str, file: Path | None) -> str:
+def _run(
+    engine: Engine,
+    documents: Iterator[Document],
+    task: Task,
+    place: Path,
+    about: dict[str, Any],
+    output: Output,
+    progress: Progress,
+    meter: BatchMeter,
+) -> dict[str, int]:
+    from .batch_records import Records
+    from .run_batch import run_batch
+
+    progress.say(f"{engine.options.sessions} documents at a time")
+    with Records.open(
+        place, about, resume=output.resume, overwrite=output.overwrite,
+        order="completed" if output.completed else "input",
+        warn=lambda text: progress.say(f"warning: {text}"),
+    ) as records:  # fmt: skip
+        return run_batch(
+            engine, documents, task, records, progress, meter, about["model"], output.save_every
+        )
+
+
+def _place(out: Path, model: str, output: Output) -> Path:
+    """Where the records go, links resolved; refused before anything is loaded."""
+    if not output.save_every >= 0:
+        raise UsageError(f"--save-every is {output.save_every}.", "It must be 0 or more seconds.")
+    if output.resume and output.overwrite:
+        raise UsageError("--resume and --overwrite exclude each other.", "Leave one out.")
+    refuse_in_model(out, find_model(model))
+    place = Path(os.path.realpath(out))
+    refuse(place, output.resume or output.overwrite)
+    return place
+
+
+def _seeded(sampling: Sampling, place: Path, resume: bool, progress: Progress) -> Sampling:
+    """``sampling`` with a seed, also where it is greedy: a document may have a temperature of its
+    own.  One that was drawn by the run that is gone on with is not drawn anew."""
+    if sampling.seed is not None:
+        return sampling
+    kept = _seed_of(place) if resume else None
+    made = replace(sampling, seed=secrets.randbits(32) if kept is None else kept)
+    if not made.greedy:
+        progress.say(f"seed {made.seed}: --seed {made.seed} gives the same texts again")
+    return made
+
+
+def _template(ask: Ask) -> str:
     """The prompt with its place for a document."""
-    if file is None:
-        return prompt
-    if prompt != "{text}":
+    if ask.prompt_file is None:
+        return ask.prompt
+    if ask.prompt != "{text}":
         raise UsageError("There are two prompts.", "Give --prompt or --prompt-file.")
-    return _text(file)
+    return _text(ask.prompt_file)
 
 
 def _seed_of(out: Path) -> int | None:
@@ -145,21 +201,18 @@ def _text(file: Path) -> str:
         raise UsageError(f"{file} is not UTF-8 at byte {error.start}.", "Convert it.") from error
 
 
-def _about(
-    engine: Engine, model: str, inputs: str, prompt: str, options: dict[str, Any]
-) -> dict[str, Any]:
+def _about(engine: Engine, model: str, inputs: str, task: Task) -> dict[str, Any]:
     """What the manifest says of the run."""
     from .machine import read_machine
     from .session_identity import identity
 
-    machine = read_machine()
     return {
         "version": __version__,
         "model": identity(engine),
         "folder": model,
-        "prompt": prompt,
-        "options": options,
+        "prompt": task.prompt,
+        "options": task.options(),
         "input": inputs,
-        "machine": {"memory": machine.physical, "threads": engine.options.threads},
+        "machine": {"memory": read_machine().physical, "threads": engine.options.threads},
         "plan": dict(engine.plan.purposes),
     }

@@ -11,7 +11,9 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 from .config import parse_size
+from .constrain import Grammar
 from .errors import UsageError
+from .sampling import Sampling
 
 Model = Annotated[str, typer.Argument(help="Folder, hub id in the local cache, or 'nano'.")]
 Ram = Annotated[
@@ -136,28 +138,51 @@ class How(NamedTuple):
     prefix_disk: PrefixDisk = None
 
 
-def takes_how(*but: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+class Choice(NamedTuple):
+    """How tokens are chosen, as it is typed."""
+
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text.")] = None
+    ignore_end: Annotated[bool, typer.Option(help="Go on after end tokens.")] = False
+
+    def sampling(self, grammar: Grammar | None = None) -> Sampling:
+        """Raises ``UsageError`` naming what is out of range."""
+        return Sampling(**{**self._asdict(), "stop": tuple(self.stop or ())}, grammar=grammar)
+
+
+def takes_how(*but: str, **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes of a command that takes ``how: How`` one that has its options instead, without those
-    that are named in ``but`` and would do nothing there."""
-    hints = get_type_hints(How, include_extras=True)
-    fields = [name for name in How._fields if name not in but]
+    that are named in ``but`` and would do nothing there; ``more``: the same of other arguments,
+    with the classes that list their options."""
+    groups = {**more, "how": How}
+    fields = {name: [f for f in group._fields if f not in but] for name, group in groups.items()}
     options = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-        for name, default in How._field_defaults.items()
-        if name in fields
+        Parameter(
+            field,
+            Parameter.KEYWORD_ONLY,
+            default=group._field_defaults[field],
+            annotation=get_type_hints(group, include_extras=True)[field],
+        )
+        for name, group in groups.items()
+        for field in fields[name]
     ]
 
     def over(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def made(**given: Any) -> None:
-            how = How(**{name: given.pop(name) for name in fields})
-            command(how=how, **given)
+            for name, group in groups.items():
+                given[name] = group(**{field: given.pop(field) for field in fields[name]})
+            command(**given)
 
         own = get_type_hints(command, include_extras=True)
         parameters = [
             parameter.replace(annotation=own[name], kind=Parameter.KEYWORD_ONLY)
             for name, parameter in signature(command).parameters.items()
-            if name != "how"
+            if name not in groups
         ]
         parameters += options
         show_parameters(made, parameters)

@@ -12,6 +12,7 @@ import typer
 from .cli_open import open_model, seeded
 from .cli_options import (
     AsJson,
+    Choice,
     How,
     Model,
     Prompt,
@@ -23,7 +24,6 @@ from .cli_options import (
 from .errors import UsageError
 from .find import find_model, find_outputs
 from .progress import Meter, Progress, loading_libraries
-from .sampling import Sampling
 from .session_manifest import MANIFEST, check_place, read_manifest
 
 if TYPE_CHECKING:
@@ -47,21 +47,15 @@ def add_to(app: typer.Typer) -> None:
     app.command()(logits)
 
 
-@takes_how()
+@takes_how(choice=Choice)
 def generate(
     how: How,
+    choice: Choice,
     model: Model,
     prompt: Prompt = None,
     prompt_file: PromptFile = None,
     session: SessionFolder = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text.")] = None,
-    ignore_end: Annotated[bool, typer.Option(help="Go on after end tokens.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue PROMPT."""
@@ -71,9 +65,7 @@ def generate(
         text = _prompt(prompt, prompt_file, bool(held.tokens), progress)
         with loading_libraries(progress):
             from .run_generate import Job, run_generate
-        stops = tuple(stop or ())
-        sampling = Sampling(temperature, top_k, top_p, min_p, seed, stops, ignore_end)
-        sampling = seeded(sampling, progress)
+        sampling = seeded(choice.sampling(), progress)
         ids: list[int] = []
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:

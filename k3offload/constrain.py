@@ -149,8 +149,8 @@ def constraint(tokenizer: Tokenizer, grammar: Grammar) -> Constraint:
     """``grammar`` compiled for ``tokenizer``; the last 64 of them are kept.
 
     The first one for a tokenizer takes its vocabulary along: with 163,840 ids 0.9 s and 140 MB,
-    which a plan knows nothing of (``load(extra=...)``); each further one about 1 ms.  A mask of
-    that many takes 0.3 ms, where a string begins up to 5 ms, on a core of a Xeon.  Text that a
+    which a plan counts only if this is called before loading; each further one about 1 ms.  A mask
+    of that many takes 0.3 ms, where a string begins up to 5 ms, on a core of a Xeon.  Text that a
     grammar forces is cut into tokens as the tokenizer would.
 
     Raises ``UsageError`` if the extra is missing, or for a grammar that cannot be compiled; of a

@@ -80,6 +80,7 @@ def read_documents(
     text_field: str | None = None,
     kind: str | None = None,
     limit: int = LIMIT,
+    but: Path | None = None,
 ) -> Iterator[Document]:
     """The documents of ``inputs``: a file, a pattern such as ``notes/**/*.md``, or a folder.
 
@@ -87,7 +88,8 @@ def read_documents(
     pattern the files that match, sorted.  What a file is says its suffix (``SUFFIXES``), or
     ``kind`` for all of them.  Tables give a document for each row, also where they lie in a
     folder; ``id_field`` and ``text_field`` choose their columns.  ``limit`` is in bytes, of a file
-    that is one document or of one row.
+    that is one document or of one row.  ``but``: a file, by its real path, that is no part of the
+    input, nor is what lies beside it under its name: where the answers go.
 
     Raises ``UsageError`` at the call for an input that is not there or has no files, a missing
     extra, and a table given by itself that cannot be read or has not the columns.
@@ -95,7 +97,7 @@ def read_documents(
     fields, kinds, first = Fields(id_field, text_field), set(), None
     if limit < 1:
         raise UsageError(f"The limit is {limit} bytes.", "Give at least 1.")
-    for found in _found(inputs, kind):
+    for found in _without(but, _found(inputs, kind)):
         first = first or found
         kinds.add(_kind(found, kind))
     if first is None:
@@ -112,11 +114,15 @@ def read_documents(
             next(read_rows(Path(first.path), table, printable(first.path), fields, limit), None)
         except DocumentError as error:
             raise UsageError(error.problem, error.remedy) from error
-    return _documents(inputs, kind, fields, limit)
+    return _documents(inputs, kind, fields, limit, but)
 
 
 def count_documents(
-    inputs: str | os.PathLike[str], *, kind: str | None = None, limit: int = LIMIT
+    inputs: str | os.PathLike[str],
+    *,
+    kind: str | None = None,
+    limit: int = LIMIT,
+    but: Path | None = None,
 ) -> int | None:
     """How many documents ``read_documents`` will give, as it stands now.
 
@@ -124,7 +130,7 @@ def count_documents(
     extra is missing.  Raises ``UsageError`` for an input that is not there.
     """
     number = 0
-    for found in _found(inputs, kind):
+    for found in _without(but, _found(inputs, kind)):
         table = _kind(found, kind)
         if found.error or table not in TABLES:
             number += 1
@@ -150,6 +156,15 @@ def _import(kind: str, what: str) -> None:
 
 def _kind(found: _Found, chosen: str | None) -> str:
     return chosen or SUFFIXES.get(os.path.splitext(found.path)[1].lower(), "text")
+
+
+def _without(out: Path | None, files: Iterator[_Found]) -> Iterator[_Found]:
+    """``files`` without the output of a batch and what it keeps beside it."""
+    ours = {f"{out}{ending}" for ending in ("", ".run.json", ".part")}
+    for found in files:
+        real = "" if out is None else os.path.realpath(found.path)
+        if real not in ours and not real.startswith(f"{out}.state{os.sep}"):
+            yield found
 
 
 def _found(inputs: str | os.PathLike[str], kind: str | None) -> Iterator[_Found]:
@@ -258,10 +273,14 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _documents(
-    inputs: str | os.PathLike[str], kind: str | None, fields: Fields, limit: int
+    inputs: str | os.PathLike[str],
+    kind: str | None,
+    fields: Fields,
+    limit: int,
+    but: Path | None,
 ) -> Iterator[Document]:
     ids = _Ids()
-    for found in _found(inputs, kind):
+    for found in _without(but, _found(inputs, kind)):
         for document in _of_file(found, _kind(found, kind), fields, limit):
             yield ids.unique(document)
 

@@ -17,7 +17,7 @@ from .budget import latent_form
 from .checkpoint import Checkpoint
 from .documents import Document
 from .engine_plan import plan_engine
-from .errors import K3Error, SessionError, UsageError
+from .errors import K3Error, SessionError, TooLong, UsageError
 from .kernels.choose import Kernels
 from .kernels.workers import Workers
 from .latents import HomeOf, Ledger
@@ -244,7 +244,7 @@ class Engine:
         """Raise ``UsageError`` if a session of ``tokens`` tokens is longer than allowed."""
         limit = min(self.options.context, self.spec.context)
         if tokens > limit:
-            raise UsageError(
+            raise TooLong(
                 f"{tokens:,} tokens (prompt and answer) are more than the context of {limit:,}.",
                 "Shorten the prompt, ask for fewer tokens, or load with a larger context.",
             )

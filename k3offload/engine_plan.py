@@ -16,7 +16,7 @@ from .checkpoint import Checkpoint
 from .errors import DoesNotFit
 from .kernels.choose import NATIVE, Kernels
 from .machine import Machine, read_machine, trim_allocator
-from .options import limits_of
+from .options import Options, limits_of
 from .scheduler.plan import Demand, Plan, make_plan
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def plan_engine(engine: Engine, checkpoint: Checkpoint) -> tuple[Plan, Accelerat
     """
     trim_allocator()
     machine = read_machine()
-    most = engine.options.sessions
+    most, device = engine.options.sessions, engine.accelerator
     counts = [most >> i for i in range(most.bit_length())] if engine.options.fewer else [most]
     found: list[tuple[float, int]] = []
     for count in counts:
@@ -52,6 +52,8 @@ def plan_engine(engine: Engine, checkpoint: Checkpoint) -> tuple[Plan, Accelerat
                 raise
             continue
         found.append((plan.reads / count, -count))
+    if engine.options.fewer and device is not None and engine.accelerator is None:
+        return plan_engine(engine, checkpoint)  # without it there may be room for all of them
     count = -min(found)[1]
     engine.options = replace(engine.options, sessions=count)
     return _plan(engine, checkpoint, machine, count)
@@ -76,7 +78,7 @@ def _plan(
         latent_dtype=options.latent_dtype,
     )
     limits = limits_of(machine, options)
-    demand, there = _beside(engine, demand, options.fewer and sessions > 1)
+    demand, there = _beside(engine, demand, options)
     if there is None:
         return make_plan(demand, limits), None
     rows = there.plan.sweep_rows
@@ -84,14 +86,16 @@ def _plan(
     return replace(make_plan(demand, limits), device=there.plan), there
 
 
-def _beside(engine: Engine, demand: Demand, first: bool) -> tuple[Demand, Accelerator | None]:
+def _beside(engine: Engine, demand: Demand, options: Options) -> tuple[Demand, Accelerator | None]:
     """What RAM has to hold beside the device, and the device; without it if nobody asked for it by
-    name and it is too small.  ``first``: it may be large enough for fewer sessions."""
+    name and it is too small for a single session."""
     there = engine.accelerator
     try:
-        return (demand, None) if there is None else (there.make_plan(demand, engine.trunk), there)
+        if there is None:
+            return demand, None
+        return there.make_plan(demand, engine.trunk, options), there
     except DoesNotFit as error:
-        if not engine.any_device or there is None or first:
+        if not engine.any_device or there is None or (options.fewer and options.sessions > 1):
             raise
         engine.device_line = f"device: cpu ({error.problem})"
         engine.warn(f"{there.device.name} is not used: {error.problem}")

@@ -23,6 +23,10 @@ class UsageError(K3Error):
     """A wrong flag, argument or value from the caller."""
 
 
+class TooLong(UsageError):
+    """A prompt and its answer are longer than the context."""
+
+
 class ConfigError(K3Error):
     """``config.json`` is missing, contradictory, or asks for a computation we do not know."""
 

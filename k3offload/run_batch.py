@@ -10,24 +10,31 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .batch import Batch, Going, Result, Tally
 from .batch_lines import digest
-from .batch_records import Records
+from .batch_records import SAVE_EVERY, Records
 from .config import show_size
 from .documents import Document
 from .engine import Engine
-from .errors import DoesNotFit, K3Error, ScratchError, SessionError
+from .errors import (
+    BatchError,
+    DoesNotFit,
+    K3Error,
+    ScratchError,
+    SessionError,
+    TooLong,
+    UsageError,
+)
 from .progress import Progress, show_seconds, write_out
 from .sampling import Sampling
-from .session_identity import identity
 from .session_manifest import need_zarr
 
-AGAIN = (DoesNotFit, ScratchError)  #: errors of the machine's, not of the document's
-SAVE_EVERY: float = 600.0  #: seconds between two saves of what is under way
+#: errors that another machine or other options may cure; a resumed run tries these again
+AGAIN = (DoesNotFit, ScratchError, TooLong)
 EVERY: float = 1.0  #: seconds between two lines of progress for machines
 
 
@@ -40,7 +47,7 @@ class Task:
     sampling: Sampling
 
     def options(self) -> dict[str, Any]:
-        """Everything that decides an answer, but for the document and the prompt."""
+        """What decides an answer beside the document, the prompt and the model."""
         return {"max_new_tokens": self.max_new_tokens, **asdict(self.sampling)}
 
 
@@ -59,6 +66,10 @@ class BatchMeter:
         self._skipped = self._begun = 0
         self._begin = clock()
         self._said = float("-inf")
+
+    def begins(self, tally: Tally) -> None:
+        """The model is loaded; ``tally`` goes on changing."""
+        self._tally, self._begin = tally, self._clock()
 
     def skipped(self) -> None:
         """A document of the input has its record already."""
@@ -138,55 +149,51 @@ def run_batch(
     records: Records,
     progress: Progress,
     meter: BatchMeter,
+    model: Mapping[str, Any],
     save_every: float = SAVE_EVERY,
 ) -> dict[str, int]:
     """Compute what has no record yet; returns the counts of ``Records.finish``.
 
-    ``save_every``: seconds between two saves of what is under way; 0 saves nothing.
+    ``model``: its identity; ``save_every``: seconds between two saves of what is under way, 0 is
+    never.
 
     Raises what ends the whole run: ``BatchError`` where the output cannot be written,
     ``ReadError`` where the model cannot be read.  What was flushed before is done.
     """
-    decides = digest(identity(engine), task.prompt, task.options())
+    decides = digest(model, task.prompt, task.options())
     hashes: dict[str, str] = {}
 
     def new() -> Iterator[Document]:
         for document in documents:
-            if document.note:
-                progress.say(f"{document.source}: {document.note}")
             known = _hash(decides, document)
             if records.done(document.id, known):
                 meter.skipped()
                 continue
+            if document.note:
+                progress.say(f"{document.source}: {document.note}")
             hashes[document.id] = known
             yield document
 
     def going(document: Document) -> Going | None:
         state = records.state(document.id)
-        if state is None:
-            return None
-        return Going(state.folder, tuple(state.extra["tokens"]), state.extra["reused"])
+        return None if state is None else Going(state.folder, state.extra.get("reused", 0))
 
-    def swept(tally: Tally) -> None:
-        meter.swept(tally)
-        if saves.due():
-            for document, where in batch.save(lambda document: records.state_folder(document.id)):
-                known = {"tokens": where.tokens, "reused": where.reused}
-                records.keep_state(document.id, hashes[document.id], known)
-            saves.done()
+    def pause() -> None:
+        records.flush()
+        saves.maybe(batch, records, hashes)
 
     saves = _Saves(save_every, progress)
     batch = Batch(
         engine, new(), prompt=task.prompt, max_new_tokens=task.max_new_tokens,
-        sampling=task.sampling, order="completed", watch=swept, going=going,
+        sampling=task.sampling, order="completed", watch=meter.swept, pause=pause,
+        going=going,
     )  # fmt: skip
+    meter.begins(batch.tally)
     try:
         for result in batch:
             if result.error is not None:
                 progress.say(f"{result.id}: {result.error}")
             records.add({**record(result), "digest": hashes.pop(result.id)})
-            if not batch.ready:  # another sweep comes
-                records.flush()
     finally:
         batch.close()
     return records.finish()
@@ -196,7 +203,7 @@ class _Saves:
     """When what is under way is saved: ``every`` so many seconds, 0 is never."""
 
     def __init__(self, every: float, progress: Progress) -> None:
-        self._every, self._last = every, time.monotonic()
+        self._every, self._last, self._progress = every, time.monotonic(), progress
         if every:
             try:
                 need_zarr()
@@ -204,10 +211,15 @@ class _Saves:
                 progress.say(f"warning: answers under way are not saved: {error}")
                 self._every = 0.0
 
-    def due(self) -> bool:
-        return bool(self._every) and time.monotonic() - self._last >= self._every
-
-    def done(self) -> None:
+    def maybe(self, batch: Batch, records: Records, hashes: Mapping[str, str]) -> None:
+        """Save what is under way if it is time to; one that fails ends nothing."""
+        if not self._every or time.monotonic() - self._last < self._every:
+            return
+        try:
+            for document, where in batch.save(lambda document: records.state_folder(document.id)):
+                records.keep_state(document.id, hashes[document.id], {"reused": where.reused})
+        except (SessionError, UsageError, BatchError) as error:
+            self._progress.say(f"warning: answers under way are not saved: {error}")
         self._last = time.monotonic()
 
 

@@ -67,7 +67,7 @@ class Admission:
 
     def group(self) -> int:
         """How many documents had best begin at a time, from what was seen; at first 1."""
-        if self._fresh and self._decode.weight and self._rows.weight:
+        if self._fresh > 0 and self._decode.weight and self._rows.weight:
             self._fresh = -self.places  # thought over once in as many documents as there are places
             step, extra = self._decode.value, self._extra()
             sizes = {1, *(max(1, self.places * i // 16) for i in range(1, 17))}

@@ -95,12 +95,16 @@ def test_what_is_wrong_with_a_document_is_in_its_result(engine: Engine) -> None:
         Document("long", "word " * 600),
         Document("setting", TEXTS[1], settings={"top_p": 7}),
         Document("more", TEXTS[1], settings={"max_tokens": 600}),
+        Document("unknown", TEXTS[1], settings={"logit_bias": 1}),
+        Document("bytes", b"And"),  # type: ignore[arg-type]
         Document("short", TEXTS[1], settings={"max_tokens": 2}),
     ]
     found = {r.id: r for r in engine.batch(documents, max_new_tokens=8)}
     assert list(found) == [d.id for d in documents]
     failed = {name: str(r.error) for name, r in found.items() if r.finish_reason == "error"}
-    assert set(failed) == {"unreadable", "empty", "long", "setting", "more"}
+    assert set(failed) == {"unreadable", "empty", "long", "setting", "more",
+        "unknown", "bytes",
+    }  # fmt: skip
     assert failed["unreadable"] == "It cannot be read. Look at it."
     assert "empty" in failed["empty"]
     assert "512" in failed["long"] and "512" in failed["more"]
@@ -109,7 +113,7 @@ def test_what_is_wrong_with_a_document_is_in_its_result(engine: Engine) -> None:
 
 
 def test_or_is_raised(engine: Engine) -> None:
-    batch = engine.batch(["", TEXTS[0]], on_error="raise")
+    batch = engine.batch(["", "", TEXTS[0]], on_error="raise")
     with pytest.raises(UsageError, match="empty"):
         next(batch)
     with pytest.raises(StopIteration):

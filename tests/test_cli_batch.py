@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from k3offload import load
+from k3offload.errors import SessionError
 from tests.helpers_engine import call
 
 WORDS = "and it came to pass that the people of the city went up in those days"
@@ -169,11 +170,14 @@ def test_answers_follow_a_schema(tmp_path: Path, capsys: pytest.CaptureFixture[s
     schema.write_text(json.dumps({"enum": ["yes", "no"]}))
     assert call(["batch", "nano", folder, "-o", out, "--schema", schema], capsys)[0] == 0
     assert {json.loads(r["text"]) for r in records(out).values()} <= {"yes", "no"}
-    schema.write_text("{")
-    code, _, said = call(
-        ["batch", "nano", folder, "-o", out, "--overwrite", "--schema", schema], capsys
-    )
-    assert code == 2 and "schema" in said
+    before = out.read_bytes()
+    for wrong, named in (("{", "schema"), ('{"not": {}}', "not")):
+        schema.write_text(wrong)
+        code, _, said = call(
+            ["batch", "nano", folder, "-o", out, "--overwrite", "--schema", schema], capsys
+        )
+        assert code == 2 and named in said
+    assert out.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -184,6 +188,10 @@ def test_answers_follow_a_schema(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["-n", "0"], "-n"),
         (["--sessions", "0"], "--sessions"),
         (["--id-field", "name"], "no table"),
+        (["--context", "256"], "no room"),
+        (["--save-every", "-1"], "--save-every"),
+        (["--resume", "--overwrite"], "exclude"),
+        (["-o", "nowhere/out.jsonl"], "not a folder"),
     ],
 )
 def test_what_cannot_be_is_refused_before_loading(
@@ -200,6 +208,7 @@ def test_an_answer_under_way_is_gone_on_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One long answer that is killed in its middle; its seed was drawn."""
+    pytest.importorskip("zarr")  # saved sessions need it
     given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text('{"id": "long", "prompt": "And the king"}\n{"id": "b", "prompt": "And"}\n')
     how = ["nano", str(given), "-o", str(out), "-n", "1500", "--temperature", "0.8"]
@@ -224,3 +233,57 @@ def test_an_answer_under_way_is_gone_on_with(
     how[how.index("-o") + 1] = str(again)
     assert call(["batch", *how, "--seed", str(seed)], capsys)[0] == 0
     assert records(again) == found
+
+
+def test_what_it_writes_is_no_part_of_the_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = texts(tmp_path / "in", 3)
+    out = folder / "a.jsonl"
+    how = ["batch", "nano", folder, "-o", out, "-n", "3"]
+    for more in ([], ["--resume"]):
+        code, told, _ = call([*how, *more, "--json"], capsys)
+        assert code == 0
+        assert json.loads(told)["records"]["documents"] == 3
+    assert json.loads(told)["records"]["reused"] == 3
+    assert list(records(out)) == ["t00.txt", "t01.txt", "t02.txt"]
+
+
+def test_what_was_too_long_is_tried_again_with_more_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = texts(tmp_path / "in", 1), tmp_path / "out.jsonl"
+    (folder / "long.txt").write_text("king " * 100)
+    how = ["batch", "nano", folder, "-o", out, "-n", "3"]
+    code, told, _ = call([*how, "--context", "80", "--json"], capsys)
+    facts = json.loads(told)
+    assert code == 3 and facts["records"]["retry"] == facts["failed"] == 1
+    code, told, _ = call([*how, "--context", "200", "--json", "--resume"], capsys)
+    assert code == 0 and json.loads(told)["records"]["reused"] == 1
+    assert records(out)["long.txt"]["text"]
+
+
+def test_a_save_that_fails_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("zarr")
+
+    def full(*given: Any) -> None:
+        raise SessionError("No room is left.", "Make room.")
+
+    monkeypatch.setattr("k3offload.session.save", full)
+    folder, out = texts(tmp_path / "in", 3), tmp_path / "out.jsonl"
+    how = ["batch", "nano", folder, "-o", out, "-n", "8", "--save-every", "0.001"]
+    code, _, said = call(how, capsys)
+    assert code == 0 and "No room is left" in said
+    assert len(records(out)) == 3
+
+
+def test_a_batch_of_bad_documents_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(100):
+        (folder / f"{i}.txt").write_text(" ")
+    code, told, _ = call(["batch", "nano", folder, "-o", tmp_path / "out.jsonl", "--json"], capsys)
+    facts = json.loads(told)
+    assert code == 3 and facts["documents"] == facts["failed"] == 100
