@@ -3,6 +3,7 @@
 SHELL := /bin/bash
 
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 CREATED := $(VENV)/.created
@@ -20,6 +21,7 @@ help:
 	@echo 'make bench   measure this machine, ratios into benchmarks/results/'
 	@echo 'make clean   remove .venv and caches'
 	@echo
+	@echo 'JOBS=...     test files that run at a time (now $(JOBS))'
 	@echo 'PYTHON=...   the interpreter to set .venv up with (3.10 or later; now $(PYTHON))'
 
 $(CREATED):
@@ -50,7 +52,7 @@ check: $(INSTALLED_TEST)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 bench: $(INSTALLED_TEST)
 	$(BIN)/python benchmarks/run.py
