@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-import k3offload.engine
+import k3offload.engine_plan
 from k3offload.choose_label import Choice, LabelScore, Prompt, score_labels
 from k3offload.config import KDA_CHUNK
 from k3offload.engine import Engine
@@ -148,7 +148,7 @@ def test_little_room_changes_no_bit(engine: Engine, monkeypatch: pytest.MonkeyPa
     def tight(demand: Demand, limits: Limits) -> Plan:
         return make_plan(demand, Limits(total=least(demand, limits)))
 
-    monkeypatch.setattr(k3offload.engine, "make_plan", tight)
+    monkeypatch.setattr(k3offload.engine_plan, "make_plan", tight)
     with load(TRAINED, sessions=2, context=256, cache=1_000_000) as narrow:
         assert score_labels(narrow, PROMPTS[:1], LABELS) == known[:1]
         longer = sum(len(narrow.encode(label)) > 1 for label in LABELS)
