@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -15,14 +13,13 @@ import typer
 from . import __version__
 from .batch_file import refuse
 from .batch_records import MANIFEST, SAVE_EVERY
-from .cli_open import open_model
+from .cli_open import open_model, seeded
 from .cli_options import AsJson, Choice, How, Model, at_least_one, takes_how
 from .constrain import Grammar, constraint
 from .documents import SUFFIXES, Document, count_documents, read_documents
 from .errors import UsageError
 from .find import find_model
 from .progress import Progress, loading_libraries, write_out
-from .sampling import Sampling
 from .session_manifest import refuse_in_model
 
 if TYPE_CHECKING:
@@ -103,7 +100,9 @@ def batch(
             from .run_batch import BatchMeter, Task
         around(template)
         grammar = None if ask.schema is None else Grammar.of_schema(_text(ask.schema))
-        sampling = _seeded(choice.sampling(grammar), place, output.resume, progress)
+        # also where it is greedy: a document may ask for a temperature of its own
+        kept = _seed_of(place) if output.resume else None
+        sampling = seeded(choice.sampling(grammar), progress, kept)
         task = Task(template, ask.max_new_tokens, sampling)
         total = count_documents(inputs, kind=columns.kind, but=place)
         meter = BatchMeter(progress, total, output.json_progress)
@@ -162,18 +161,6 @@ def _place(out: Path, model: str, output: Output) -> Path:
     place = Path(os.path.realpath(out))
     refuse(place, output.resume or output.overwrite)
     return place
-
-
-def _seeded(sampling: Sampling, place: Path, resume: bool, progress: Progress) -> Sampling:
-    """``sampling`` with a seed, also where it is greedy: a document may have a temperature of its
-    own.  One that was drawn by the run that is gone on with is not drawn anew."""
-    if sampling.seed is not None:
-        return sampling
-    kept = _seed_of(place) if resume else None
-    made = replace(sampling, seed=secrets.randbits(32) if kept is None else kept)
-    if not made.greedy:
-        progress.say(f"seed {made.seed}: --seed {made.seed} gives the same texts again")
-    return made
 
 
 def _template(ask: Ask) -> str:

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 
-def seeded(sampling: Sampling, progress: Progress) -> Sampling:
-    """``sampling`` with a seed, drawn and told where it needs one and has none."""
-    if sampling.seed is None and not sampling.greedy:
-        sampling = dataclasses.replace(sampling, seed=secrets.randbits(32))
-        progress.say(f"seed {sampling.seed}: --seed {sampling.seed} gives the same text again")
+def seeded(sampling: Sampling, progress: Progress, kept: int | None = None) -> Sampling:
+    """``sampling`` with a seed: its own, the one ``kept`` of an earlier run, or one that is drawn,
+    and told where it means something."""
+    if sampling.seed is None:
+        seed = secrets.randbits(32) if kept is None else kept
+        sampling = dataclasses.replace(sampling, seed=seed)
+        if not sampling.greedy:
+            progress.say(f"seed {seed}: --seed {seed} gives the same text again")
     return sampling
 
 

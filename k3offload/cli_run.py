@@ -65,7 +65,9 @@ def generate(
         text = _prompt(prompt, prompt_file, bool(held.tokens), progress)
         with loading_libraries(progress):
             from .run_generate import Job, run_generate
-        sampling = seeded(choice.sampling(), progress)
+        sampling = choice.sampling()
+        if not sampling.greedy:
+            sampling = seeded(sampling, progress)
         ids: list[int] = []
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:

@@ -63,7 +63,7 @@ class BatchMeter:
     ) -> None:
         self._progress, self._total, self._json, self._clock = progress, total, as_json, clock
         self._tally, self._place = Tally(), ""
-        self._skipped = self._begun = 0
+        self._skipped = 0
         self._begin = clock()
         self._said = float("-inf")
 

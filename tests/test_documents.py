@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,9 +20,9 @@ from k3offload.documents import Document, count_documents, read_documents
 from k3offload.errors import DocumentError, UsageError
 
 
-def read(inputs: str | Path, **options: object) -> dict[str, Document]:
+def read(inputs: str | Path, **options: Any) -> dict[str, Document]:
     """Documents by id; that no two have one, and that their number was foretold."""
-    documents = list(read_documents(inputs, **options))  # type: ignore[arg-type]
+    documents = list(read_documents(inputs, **options))
     found = {document.id: document for document in documents}
     assert len(found) == len(documents)
     for document in documents:
@@ -208,7 +209,7 @@ def test_one_file(tmp_path: Path) -> None:
 )
 def test_what_makes_the_whole_input_useless(
     inputs: str,
-    options: dict[str, object],
+    options: dict[str, Any],
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -219,7 +220,7 @@ def test_what_makes_the_whole_input_useless(
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "a.csv").write_text("x,y\n1,2\n")
     with pytest.raises(UsageError, match=message):
-        read_documents(inputs, **options)  # type: ignore[arg-type]
+        read_documents(inputs, **options)
 
 
 @pytest.mark.parametrize(("kind", "module"), [("html", "bs4"), ("pdf", "pypdf")])

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pypdf import PdfReader, PdfWriter
@@ -15,13 +16,13 @@ from k3offload.documents import Document, read_documents
 from k3offload.errors import DocumentError
 
 
-def read(folder: Path, name: str, data: bytes | str, **options: int) -> Document:
+def read(folder: Path, name: str, data: bytes | str, **options: Any) -> Document:
     (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
-    (document,) = read_documents(folder / name, **options)  # type: ignore[arg-type]
+    (document,) = read_documents(folder / name, **options)
     return document
 
 
-def refused(folder: Path, name: str, data: bytes | str, **options: int) -> str:
+def refused(folder: Path, name: str, data: bytes | str, **options: Any) -> str:
     document = read(folder, name, data, **options)
     assert isinstance(document.error, DocumentError)
     assert not document.text
