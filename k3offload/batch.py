@@ -118,12 +118,6 @@ def bare(error: K3Error) -> K3Error:
     return error.with_traceback(None)
 
 
-def _rows(waiting: Sequence[Session]) -> tuple[int, int]:
-    """Rows of sessions that decode, and those that all others still have to compute."""
-    decoding = sum(session.decoding for session in waiting)
-    return decoding, sum(len(session.waiting()) for session in waiting) - decoding
-
-
 class Batch(Iterator[Result]):
     """An iterator over the results of ``documents``; made by ``Engine.batch``."""
 
@@ -334,7 +328,7 @@ class Batch(Iterator[Result]):
 
     def _step(self) -> None:
         engine, tally = self._engine, self.tally
-        decoding, prompts = _rows(self._loop.waiting)
+        decoding = sum(session.decoding for session in self._loop.waiting)
         before, begin = engine.counts(), time.perf_counter()
         for event in self._loop.step():
             job = self._jobs[event.request]
@@ -348,13 +342,12 @@ class Batch(Iterator[Result]):
             else:
                 assert isinstance(event, Prefill)
         seconds = time.perf_counter() - begin
-        prompts -= _rows(self._loop.waiting)[1]
-        self._admission.swept(seconds, prompts)
         after = engine.counts()
+        tally.rows = after["embedding"].requests - before["embedding"].requests
+        self._admission.swept(seconds, max(0, tally.rows - decoding))
         layers = len(engine.spec.moe_layers) or 1
         tally.sweeps += 1
         tally.running = len(self._jobs)
-        tally.rows = decoding + prompts
         tally.bytes = sum(after[kind].bytes - before[kind].bytes for kind in after)
         tally.read += tally.bytes
         tally.experts = (after["experts"].requests - before["experts"].requests) / layers

@@ -198,7 +198,7 @@ class LabelLoop:
         for a in list(self._active.values()):
             error = next((failed[s] for s in (a.session, *a.copies) if s in failed), None)
             if isinstance(error, DoesNotFit) and goes_on:
-                continue  # those that end make room
+                error = None  # it is tried again: what has ended makes room
             goes_on = goes_on or error is not None
             if (event := self._event(a, error)) is not None:
                 self.drop(a.number)
