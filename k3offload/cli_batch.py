@@ -190,6 +190,10 @@ def _sizes(
         most, answer = known.longest, 0  # what is computed of labels is computed as prompts are
         fewest += bool(known.copies)
         sessions = max(sessions, fewest)
+        if most >= ask.context:
+            raise UsageError(
+                f"A label of {most} tokens leaves no room in --context {ask.context}.", "Raise it."
+            )
     elif task.sampling is not None and task.sampling.grammar is not None:
         constraint(tokenizer, task.sampling.grammar)
     spec.check_context(len(tokenizer.encode(task.prompt)), most)

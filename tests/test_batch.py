@@ -14,7 +14,8 @@ from k3offload import Sampling, load
 from k3offload.batch import Result, Tally
 from k3offload.documents import Document
 from k3offload.engine import Engine
-from k3offload.errors import CheckpointError, DoesNotFit, UsageError
+from k3offload.errors import CheckpointError, DoesNotFit, NumericError, UsageError
+from k3offload.layout import EMBED
 from k3offload.loading import open_engine
 
 TEXTS = [f"Text {i}. " + "And it came to pass " * (i % 5) + "\n" for i in range(14)]
@@ -111,6 +112,28 @@ def test_what_is_wrong_with_a_document_is_in_its_result(engine: Engine) -> None:
     assert "512" in failed["long"] and "512" in failed["more"]
     assert "top_p" in failed["setting"]
     assert found["short"].tokens == found["fine"].tokens[:2]
+
+
+def test_numbers_that_fail_end_their_document_only_r43(alone: list[Result]) -> None:
+    """A bad row of the embedding, of a word that one document has: its companions share sweeps and
+    tiles with it and keep their bits."""
+    with load("nano", sessions=5, context=512) as engine:
+        held = engine.weights._embed_held
+        assert held is not None and engine.weights._head_held is not held
+        token = engine.encode(" wheels")[0]
+        assert not any(token in engine.encode(text) for text in TEXTS)
+        assert not any(token in result.tokens for result in alone)
+        held.tensor(EMBED)[token] = float("nan")
+        mixed = [*TEXTS[:3], "And the wheels", *TEXTS[3:], "wheels, wheels"]
+        found = list(engine.batch(mixed, max_new_tokens=12, sampling=DRAWN))
+        for bad in (found.pop(), found.pop(3)):
+            assert bad.finish_reason == "error" and not bad.tokens and not bad.text
+            assert isinstance(bad.error, NumericError) and "Layer 0 " in str(bad.error)
+        assert answers(found) == answers(alone)
+        gc.collect()
+        assert engine._ledger.used == 0
+        (head,) = engine.batch(["And"], prompt="wheels " * 80 + "{text}", max_new_tokens=2)
+        assert isinstance(head.error, NumericError)
 
 
 def test_or_is_raised(engine: Engine) -> None:
