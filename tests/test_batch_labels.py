@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import k3offload.engine_plan
 from k3offload import Sampling, load, score_labels
-from k3offload.batch import Result, Tally
+from k3offload.batch import Batch, Going, Result, Tally
 from k3offload.choose_label import Choice
 from k3offload.documents import Document
 from k3offload.engine import Engine
@@ -169,6 +170,33 @@ def test_what_prompts_begin_with_is_computed_once() -> None:
         head = len(engine.encode(HEAD)) // 64 * 64
     assert scores(found) == scores(wanted)
     assert head >= 128 and all(r.reused == head for r in found)
+
+
+def gone_on(engine: Engine, given: list[Document], states: dict[str, Going]) -> Batch:
+    """Where ``states`` says how far the documents were."""
+    return Batch(engine, given, labels=LABELS, going=lambda document: states.get(document.id))
+
+
+def test_what_was_under_way_is_gone_on_with(engine: Engine, tmp_path: Path) -> None:
+    """Saved before every sweep: in the middle of a prompt, and while labels are computed."""
+    pytest.importorskip("zarr")  # saved sessions need it
+    given = [Document(str(i), " unto" * n + " the") for i, n in enumerate((150, 90, 20))]
+    wanted = [score_labels(engine, [d.text], LABELS)[0] for d in given]
+    saved: dict[int, dict[str, Going]] = {}
+
+    def pause() -> None:
+        at = len(saved)
+        saved[at] = {d.id: g for d, g in batch.save(lambda d: tmp_path / f"{at}-{d.id}")}
+
+    with load("nano", sessions=8, context=512, sweep=64) as narrow:
+        batch = Batch(narrow, given, labels=LABELS, pause=pause)
+        assert scores(list(batch)) == wanted
+        assert len(saved) > 4 and not saved[0] and len(saved[3]) > 1
+        for states in saved.values():
+            again = gone_on(narrow, given, states)
+            assert scores(list(again)) == wanted
+            assert again.tally.sweeps <= len(saved)
+        assert again.tally.sweeps < len(saved)
 
 
 def test_labels_take_nothing_from_shared_prefixes(engine: Engine) -> None:

@@ -172,9 +172,10 @@ def test_a_prompt_from_a_file_or_stdin(
     folder, place = texts(tmp_path / "in", 1), tmp_path / "p.txt"
     place.write_bytes(b"\xef\xbb\xbf{text} and the k\xc3\xb6nig")
     found = []
-    for i, how in enumerate((
+    ways: list[list[Any]] = [
         ["--prompt", "{text} and the könig"], ["--prompt-file", place], ["--prompt-file", "-"],
-    )):  # fmt: skip
+    ]  # fmt: skip
+    for i, how in enumerate(ways):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(place.read_bytes())))
         out = tmp_path / f"{i}.jsonl"
         given = ["batch", "nano", folder, "-o", out, "-n", "3", "--seed", "1", *how]
