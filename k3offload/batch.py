@@ -14,12 +14,13 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from .config import KDA_CHUNK
+from .batch_prompt import PLACE, Head, around
+from .choose_label import Chosen, LabelLoop, Labels, LabelScore
 from .constrain import constraint
 from .documents import Document
 from .errors import (
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 READY, HELD = 64, 4096  #: results that wait at most before more documents are looked at
 SETTINGS = frozenset({"temperature", "top_k", "top_p", "min_p", "seed", "stop"})
-PLACE = "{text}"  #: where a document goes in the prompt
+NEW_TOKENS = 256  #: of an answer, where nobody says how many
 
 Order = Literal["input", "completed"]
 OnError = Literal["record", "raise"]
@@ -51,7 +52,8 @@ class Result:
     """What became of a document.  ``index``: its place in the input, from 0.
 
     ``seconds``: from its begin to its end; ``first_token``: to its first token, None without one.
-    ``reused``: prompt tokens that were computed before, for another document.
+    ``reused``: prompt tokens that were computed before, for another document.  ``scores``: of all
+    labels, where ``text`` is the best of them; nothing was generated then.
     """
 
     id: str
@@ -65,6 +67,7 @@ class Result:
     seconds: float = 0.0
     first_token: float | None = None
     sweeps: int = 0  #: that it took part in
+    scores: tuple[LabelScore, ...] = ()
 
 
 @dataclass
@@ -115,17 +118,6 @@ def bare(error: K3Error) -> K3Error:
     return error.with_traceback(None)
 
 
-def around(prompt: str) -> tuple[str, str]:
-    """What stands before and behind the document; raises ``UsageError`` unless it has one place."""
-    if prompt.count(PLACE) != 1:
-        raise UsageError(
-            f"The prompt has {prompt.count(PLACE)} places for a document.",
-            f"Write {PLACE} once, where the document goes.",
-        )
-    head, tail = prompt.split(PLACE)
-    return head, tail
-
-
 class Batch(Iterator[Result]):
     """An iterator over the results of ``documents``; made by ``Engine.batch``."""
 
@@ -135,8 +127,10 @@ class Batch(Iterator[Result]):
         documents: Iterable[Document | str],
         *,
         prompt: str = PLACE,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
+        labels: Sequence[str] | None = None,
+        label_end: str | Sequence[int] = "",
         on_error: OnError = "record",
         order: Order = "input",
         watch: Callable[[Tally], None] = lambda tally: None,
@@ -146,32 +140,45 @@ class Batch(Iterator[Result]):
         """See ``Engine.batch``.  ``pause``: called before every sweep, when all results have been
         handed out.  ``going``: where to go on with a document, if anywhere; a session that cannot
         be loaded, or is not of this document, is begun anew."""
-        self._head, self._tail = around(prompt)
+        head, self._tail = around(prompt)
+        self._head = Head(engine, head)
         for name, value, known in (
             ("on_error", on_error, ("record", "raise")),
             ("order", order, ("input", "completed")),
         ):
             if value not in known:
                 raise UsageError(f"{name} is {value!r}.", f"It must be {' or '.join(known)}.")
-        if max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens is {max_new_tokens}.", "Ask for at least one token.")
+        most = NEW_TOKENS if max_new_tokens is None else max_new_tokens
+        if most < 1:
+            raise UsageError(f"max_new_tokens is {most}.", "Ask for at least one token.")
         self.tally = Tally()
         self._engine = engine
         if sampling is not None and sampling.grammar is not None:
             constraint(engine.tokenizer, sampling.grammar)  # refused now, and not by each document
-        self._most, self._sampling = max_new_tokens, sampling or Sampling()
+        self._sampling = sampling or Sampling()
         self._raises, self._in_order = on_error == "raise", order == "input"
         self._watch, self._pause, self._going = watch, pause, going
         self._documents: Iterator[tuple[int, Document | str]] = enumerate(documents)
         self._lock = threading.RLock()  # closing waits for the sweep under way
         self._more = True
-        self._loop = Loop(engine)
+        self._loop: Loop | LabelLoop = Loop(engine)
+        self._labels = None
+        places = engine.options.sessions
+        if labels is not None:
+            for name, given in (("max_new_tokens", max_new_tokens), ("sampling", sampling)):
+                if given is not None:
+                    raise UsageError(f"{name} means nothing beside labels.", "Leave it out.")
+            self._labels = Labels(engine.tokenizer, labels, label_end)
+            self._loop = LabelLoop(engine, self._labels)
+            most, places = self._labels.longest, self._loop.places
+        elif label_end:
+            raise UsageError("label_end means nothing without labels.", "Leave it out.")
+        self._most = most
         self._jobs: dict[int, _Job] = {}
-        self._admission = Admission(engine.options.sessions)
+        self._admission = Admission(places)
         self._ready: deque[Result] = deque()  # in the order in which they are handed out
         self._held: dict[int, Result] = {}  # done before an earlier one
         self._next = 0
-        self._primed = engine.prefixes is None
 
     # ---- the results ----
 
@@ -201,6 +208,11 @@ class Batch(Iterator[Result]):
                 yield result
         finally:
             await asyncio.shield(asyncio.to_thread(self.close))
+
+    @property
+    def places(self) -> int:
+        """Documents at a time, at most."""
+        return self._admission.places
 
     def close(self) -> None:
         """Let go of every document; nothing more comes."""
@@ -276,11 +288,15 @@ class Batch(Iterator[Result]):
         settings or a text that cannot be."""
         if not isinstance(document.text, str):
             raise UsageError(f"The document is a {type(document.text).__name__}.", "Give text.")
-        text = self._head + document.text + self._tail
+        text = self._head.text + document.text + self._tail
         if not text:
             raise UsageError("The document is empty.", "Leave it out, or give a prompt around it.")
         settings = dict(document.settings)
         settings.pop("model", None)  # whatever it names, this one answers
+        if self._labels is not None and settings:
+            raise UsageError(
+                f"The setting {min(settings)!r} means nothing beside labels.", "Leave it out."
+            )
         most = settings.pop("max_tokens", self._most)
         if unknown := settings.keys() - SETTINGS:
             raise UsageError(f"Nobody knows the setting {min(unknown)!r}.", "Leave it out.")
@@ -291,7 +307,7 @@ class Batch(Iterator[Result]):
         if going is not None and (session := self._loaded(document, tokens, going)) is not None:
             made = session.tokens[len(tokens) :]
             return Request(session, most, sampling, made), going.reused
-        self._prime(tokens)
+        self._head.compute(tokens)
         session = self._engine.session()
         session.append(tokens)
         return Request(session, most, sampling), 0
@@ -308,26 +324,11 @@ class Batch(Iterator[Result]):
         session.close()
         return None
 
-    def _prime(self, tokens: list[int]) -> None:
-        """Compute what all prompts begin with, before the first of them: they will find it."""
-        if self._primed:
-            return
-        head, same = self._engine.encode(self._head), 0
-        while same < min(len(head), len(tokens) - 1) and head[same] == tokens[same]:
-            same += 1
-        if whole := same // KDA_CHUNK * KDA_CHUNK:
-            with self._engine.session() as session:
-                session.append(tokens[:whole])
-                session.logits()
-        self._primed = True
-
     # ---- sweeps ----
 
     def _step(self) -> None:
         engine, tally = self._engine, self.tally
-        waiting = self._loop.waiting
-        decoding = sum(session.decoding for session in waiting)
-        prompts = sum(len(session.waiting()) for session in waiting) - decoding
+        decoding = sum(session.decoding for session in self._loop.waiting)
         before, begin = engine.counts(), time.perf_counter()
         for event in self._loop.step():
             job = self._jobs[event.request]
@@ -341,13 +342,12 @@ class Batch(Iterator[Result]):
             else:
                 assert isinstance(event, Prefill)
         seconds = time.perf_counter() - begin
-        prompts -= sum(len(j.session.waiting()) for j in self._jobs.values() if not j.tokens)
-        self._admission.swept(seconds, prompts)
         after = engine.counts()
+        tally.rows = after["embedding"].requests - before["embedding"].requests
+        self._admission.swept(seconds, max(0, tally.rows - decoding))
         layers = len(engine.spec.moe_layers) or 1
         tally.sweeps += 1
         tally.running = len(self._jobs)
-        tally.rows = decoding + prompts
         tally.bytes = sum(after[kind].bytes - before[kind].bytes for kind in after)
         tally.read += tally.bytes
         tally.experts = (after["experts"].requests - before["experts"].requests) / layers
@@ -373,6 +373,7 @@ class Batch(Iterator[Result]):
             seconds=now - job.begin,
             first_token=None if job.first is None else job.first - job.begin,
             sweeps=self.tally.sweeps + 1 - job.swept,
+            scores=done.choice.scores if isinstance(done, Chosen) else (),
         )
         self._end(result)
 

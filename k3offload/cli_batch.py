@@ -12,9 +12,11 @@ import typer
 
 from . import __version__
 from .batch_file import refuse
+from .batch_openai import NAME as OPENAI
 from .batch_records import MANIFEST, SAVE_EVERY
-from .cli_open import open_model, seeded
+from .cli_open import open_model, read_text, seeded
 from .cli_options import AsJson, Choice, How, Model, at_least_one, takes_how
+from .config import KDA_CHUNK
 from .constrain import Grammar, constraint
 from .documents import SUFFIXES, Document, count_documents, read_documents
 from .errors import UsageError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from .spec import ModelSpec
     from .tokenizer import Tokenizer
 
+RECORDS = "records"  #: the output format that is usual
 SOME_FAILED = 3  #: exit code: all documents have a record, and some of these are errors
 
 
@@ -40,8 +43,12 @@ class Ask(NamedTuple):
     """What is asked of every document."""
 
     prompt: Annotated[str, typer.Option(help="What a document is put into.")] = "{text}"
-    prompt_file: Annotated[Path | None, typer.Option(help="The same as a UTF-8 file.")] = None
-    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens")] = 256
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="The same as a UTF-8 file; - is stdin.")
+    ] = None
+    max_new_tokens: Annotated[
+        int | None, typer.Option("-n", "--max-new-tokens", help="256 if unset.")
+    ] = None
     context: Annotated[int, typer.Option(help="Most tokens of a prompt and its answer.")] = 4096
     sessions: Annotated[
         int, typer.Option(help="Documents at a time, at most; as many as let each read least.")
@@ -49,6 +56,19 @@ class Ask(NamedTuple):
     schema: Annotated[
         Path | None, typer.Option(help="JSON schema, a file; every answer follows it.")
     ] = None
+
+
+class Among(NamedTuple):
+    """Labels to choose among, by their likelihoods."""
+
+    label: Annotated[
+        list[str] | None,
+        typer.Option(help="The likeliest is the answer, and nothing is generated; repeatable."),
+    ] = None
+    labels: Annotated[
+        Path | None, typer.Option(help="The same as a UTF-8 file, one in each line.")
+    ] = None
+    label_end: Annotated[str, typer.Option(help="What ends each label, scored with it.")] = ""
 
 
 class Columns(NamedTuple):
@@ -70,14 +90,18 @@ class Output(NamedTuple):
     save_every: Annotated[
         float, typer.Option(help="Seconds between saves of answers under way; 0 is never.")
     ] = SAVE_EVERY
+    output_format: Annotated[
+        str, typer.Option(help="records; openai: lines of OpenAI's Batch API for completions.")
+    ] = RECORDS
     json_progress: Annotated[bool, typer.Option(help="Progress as JSON on stdout.")] = False
     as_json: AsJson = False
 
 
-@takes_how("sweep", ask=Ask, choice=Choice, columns=Columns, output=Output)
+@takes_how("sweep", ask=Ask, among=Among, choice=Choice, columns=Columns, output=Output)
 def batch(
     how: How,
     ask: Ask,
+    among: Among,
     choice: Choice,
     columns: Columns,
     output: Output,
@@ -88,31 +112,17 @@ def batch(
     """Answer every document of INPUTS; exit 3 if some of them failed."""
     at_least_one(("-n", ask.max_new_tokens), ("--context", ask.context))
     at_least_one(("--sessions", ask.sessions))
-    template, place = _template(ask), _place(out, model, output)
-    if ask.max_new_tokens >= ask.context:
-        raise UsageError(
-            f"-n {ask.max_new_tokens} leaves no room in --context {ask.context}.", "Raise it."
-        )
+    place = _place(out, model, output)
     with Progress() as progress:
         documents = read_documents(inputs, **columns._asdict(), but=place)
         with loading_libraries(progress):
-            from .batch import around
-            from .run_batch import BatchMeter, Task
-        around(template)
-        grammar = None if ask.schema is None else Grammar.of_schema(_text(ask.schema))
-        # also where it is greedy: a document may ask for a temperature of its own
-        kept = _seed_of(place) if output.resume else None
-        sampling = seeded(choice.sampling(grammar), progress, kept)
-        task = Task(template, ask.max_new_tokens, sampling)
+            from .run_batch import BatchMeter
+        task = _task(ask, among, choice, output, model, progress, place)
         total = count_documents(inputs, kind=columns.kind, but=place)
         meter = BatchMeter(progress, total, output.json_progress)
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
-            spec.check_context(len(tokenizer.encode(template)), ask.max_new_tokens)
-            if grammar is not None:  # refused now; and what it takes is counted in the plan
-                constraint(tokenizer, grammar)
-            answer = {"answer": ask.max_new_tokens, "fewer": True}
-            return {"context": ask.context, "sessions": ask.sessions, **answer}
+            return _sizes(task, ask, total, tokenizer, spec)
 
         with open_model(model, size, how, progress, meter.layer) as engine:
             about = _about(engine, model, inputs, task)
@@ -125,6 +135,77 @@ def batch(
             progress.say(f"{counts['done']:,} records in {out}, {counts['failed']:,} of errors")
     if counts["failed"]:
         raise typer.Exit(SOME_FAILED)
+
+
+def _task(
+    ask: Ask, among: Among, choice: Choice, output: Output, model: str, progress: Progress,
+    place: Path,
+) -> Task:  # fmt: skip
+    """What to do with every document.  Raises ``UsageError`` for what cannot be, and for options
+    that would do nothing."""
+    from .batch import NEW_TOKENS
+    from .batch_prompt import around
+    from .run_batch import Task
+
+    prompt = _template(ask, progress)
+    around(prompt)
+    openai = model if output.output_format == OPENAI else ""
+    if labels := _labels(among, progress):
+        given = {**choice._asdict(), "n": ask.max_new_tokens, "schema": ask.schema}
+        usual = {**Choice._field_defaults, "n": None, "schema": None}
+        for name, value in given.items():
+            if value not in (usual[name], []):
+                option = f"--{name.replace('_', '-')}" if len(name) > 1 else f"-{name}"
+                raise UsageError(f"{option} means nothing beside labels.", "Leave it out.")
+        return Task(prompt, labels=labels, label_end=among.label_end, openai=openai)
+    if among.label_end:
+        raise UsageError("--label-end means nothing without labels.", "Give --label or --labels.")
+    most = NEW_TOKENS if ask.max_new_tokens is None else ask.max_new_tokens
+    if most >= ask.context:
+        raise UsageError(f"-n {most} leaves no room in --context {ask.context}.", "Raise it.")
+    grammar = None if ask.schema is None else Grammar.of_schema(read_text(ask.schema, progress))
+    # also where it is greedy: a document may ask for a temperature of its own
+    kept = _seed_of(place) if output.resume else None
+    sampling = seeded(choice.sampling(grammar), progress, kept)
+    return Task(prompt, most, sampling, openai=openai)
+
+
+def _labels(among: Among, progress: Progress) -> tuple[str, ...]:
+    """The labels that are typed, and those of the file."""
+    lines = [] if among.labels is None else read_text(among.labels, progress).split("\n")
+    return (*(among.label or ()), *(line for text in lines if (line := text.removesuffix("\r"))))
+
+
+def _sizes(
+    task: Task, ask: Ask, total: int | None, tokenizer: Tokenizer, spec: ModelSpec
+) -> dict[str, int | None]:
+    """What is to be planned.  What the task names is refused now; and the memory that compiling a
+    grammar takes is counted."""
+    from .batch_prompt import around
+    from .choose_label import Labels
+
+    most, answer, sessions, fewest = task.max_new_tokens or 0, task.max_new_tokens, ask.sessions, 1
+    if task.labels:
+        known = Labels(tokenizer, task.labels, task.label_end)
+        most, answer = known.longest, 0  # what is computed of labels is computed as prompts are
+        fewest += bool(known.copies)
+        sessions = max(sessions, fewest)
+        if most >= ask.context:
+            raise UsageError(
+                f"A label of {most} tokens leaves no room in --context {ask.context}.", "Raise it."
+            )
+    elif task.sampling is not None and task.sampling.grammar is not None:
+        constraint(tokenizer, task.sampling.grammar)
+    spec.check_context(len(tokenizer.encode(task.prompt)), most)
+    head = len(tokenizer.encode(around(task.prompt)[0])) // KDA_CHUNK * KDA_CHUNK
+    return {
+        "context": ask.context,
+        "sessions": sessions,
+        "fewest": fewest,
+        "answer": answer,
+        "fewer": True,
+        "prefix_head": 0 if total == 1 else head,
+    }
 
 
 def _run(
@@ -140,7 +221,6 @@ def _run(
     from .batch_records import Records
     from .run_batch import run_batch
 
-    progress.say(f"{engine.options.sessions} documents at a time")
     with Records.open(
         place, about, resume=output.resume, overwrite=output.overwrite,
         order="completed" if output.completed else "input",
@@ -155,6 +235,10 @@ def _place(out: Path, model: str, output: Output) -> Path:
     """Where the records go, links resolved; refused before anything is loaded."""
     if not output.save_every >= 0:
         raise UsageError(f"--save-every is {output.save_every}.", "It must be 0 or more seconds.")
+    if output.output_format not in (RECORDS, OPENAI):
+        raise UsageError(
+            f"--output-format is {output.output_format!r}.", f"Use {RECORDS} or {OPENAI}."
+        )
     if output.resume and output.overwrite:
         raise UsageError("--resume and --overwrite exclude each other.", "Leave one out.")
     refuse_in_model(out, find_model(model))
@@ -163,13 +247,13 @@ def _place(out: Path, model: str, output: Output) -> Path:
     return place
 
 
-def _template(ask: Ask) -> str:
+def _template(ask: Ask, progress: Progress) -> str:
     """The prompt with its place for a document."""
     if ask.prompt_file is None:
         return ask.prompt
     if ask.prompt != "{text}":
         raise UsageError("There are two prompts.", "Give --prompt or --prompt-file.")
-    return _text(ask.prompt_file)
+    return read_text(ask.prompt_file, progress)
 
 
 def _seed_of(out: Path) -> int | None:
@@ -179,13 +263,6 @@ def _seed_of(out: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return seed if isinstance(seed, int) else None
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8 at byte {error.start}.", "Convert it.") from error
 
 
 def _about(engine: Engine, model: str, inputs: str, task: Task) -> dict[str, Any]:

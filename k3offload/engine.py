@@ -175,7 +175,9 @@ class Engine:
         if options.prefix_dir is not None:
             below = PrefixFolder(self, options.prefix_dir, options.prefix_disk or PREFIX_DISK)
 
-        return Prefixes(size, lambda ledger: self._empty(ledger, True), below) if size else None
+        if not size:
+            return None
+        return Prefixes(size, lambda ledger: self._empty(ledger, True), below, options.keeps_ends)
 
     def _empty(self, ledger: Ledger, shared: bool = False) -> SequenceState:
         """An empty state; one that is ``shared`` by sessions of a device lies in RAM."""
@@ -254,8 +256,10 @@ class Engine:
         documents: Iterable[Document | str],
         *,
         prompt: str = "{text}",
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
+        labels: Sequence[str] | None = None,
+        label_end: str | Sequence[int] = "",
         on_error: OnError = "record",
         order: Order = "input",
         watch: Callable[[Tally], None] = lambda tally: None,
@@ -263,7 +267,9 @@ class Engine:
         """An iterator over ``Result``, one for each of ``documents``, which are taken as places
         become free: as many at a time as the engine was loaded for (``sessions``).
 
-        ``prompt``: what a document is put into, at ``{text}``; ``on_error``: ``record`` what is
+        ``prompt``: what a document is put into, at ``{text}``; ``max_new_tokens``: 256 unless said;
+        ``labels``: nothing is generated, and the likeliest of them is the answer, with
+        ``label_end`` behind each, both as in ``score_labels``; ``on_error``: ``record`` what is
         wrong with a document in its result, or ``raise`` it; ``order``: results come as in the
         ``input``, or as they are ``completed``; ``watch``: told after every sweep.
         ``Batch.results()`` is the asynchronous form.  Raises ``UsageError`` for settings that
@@ -272,7 +278,7 @@ class Engine:
         self.check_open()
         return Batch(
             self, documents, prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling,
-            on_error=on_error, order=order, watch=watch,
+            labels=labels, label_end=label_end, on_error=on_error, order=order, watch=watch,
         )  # fmt: skip
 
     # ---- work ----

@@ -18,7 +18,7 @@ from .textstream import TextStream
 if TYPE_CHECKING:
     from .engine import Engine
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "label", "error"]
 
 
 @dataclass(frozen=True)

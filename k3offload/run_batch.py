@@ -16,6 +16,8 @@ from typing import Any
 
 from .batch import Batch, Going, Result, Tally
 from .batch_lines import digest
+from .batch_openai import NAME as OPENAI
+from .batch_openai import openai_line
 from .batch_records import SAVE_EVERY, Records
 from .config import show_size
 from .documents import Document
@@ -43,12 +45,24 @@ class Task:
     """What to do with every document."""
 
     prompt: str
-    max_new_tokens: int
-    sampling: Sampling
+    max_new_tokens: int | None = None
+    sampling: Sampling | None = None
+    labels: tuple[str, ...] = ()  # instead of both: nothing is generated
+    label_end: str = ""
+    openai: str = ""  # lines are those of OpenAI's Batch API, with this name of the model
 
     def options(self) -> dict[str, Any]:
-        """What decides an answer beside the document, the prompt and the model."""
-        return {"max_new_tokens": self.max_new_tokens, **asdict(self.sampling)}
+        """What decides an answer beside the document, the prompt and the model, and a line."""
+        shape = {"output_format": OPENAI} if self.openai else {}
+        if self.labels:
+            return {"labels": list(self.labels), "label_end": self.label_end, **shape}
+        sampling = asdict(self.sampling or Sampling())
+        return {"max_new_tokens": self.max_new_tokens, **sampling, **shape}
+
+    def line(self, result: Result, digest: str) -> dict[str, Any]:
+        """The line of ``result``."""
+        made = {**record(result), "digest": digest}
+        return openai_line(made, self.openai, int(time.time())) if self.openai else made
 
 
 class BatchMeter:
@@ -185,15 +199,16 @@ def run_batch(
     saves = _Saves(save_every, progress)
     batch = Batch(
         engine, new(), prompt=task.prompt, max_new_tokens=task.max_new_tokens,
-        sampling=task.sampling, order="completed", watch=meter.swept, pause=pause,
-        going=going,
+        sampling=task.sampling, labels=task.labels or None, label_end=task.label_end,
+        order="completed", watch=meter.swept, pause=pause, going=going,
     )  # fmt: skip
+    progress.say(f"{batch.places} documents at a time")
     meter.begins(batch.tally)
     try:
         for result in batch:
             if result.error is not None:
                 progress.say(f"{result.id}: {result.error}")
-            records.add({**record(result), "digest": hashes.pop(result.id)})
+            records.add(task.line(result, hashes.pop(result.id)))
     finally:
         batch.close()
     return records.finish()
@@ -246,6 +261,16 @@ def record(result: Result) -> dict[str, Any]:
             "sweeps": result.sweeps,
         },
     }
+    if result.scores:
+        facts["label"] = result.text
+        facts["scores"] = [
+            {
+                "label": score.label,
+                "log_likelihood": score.log_likelihood,
+                "probability": score.probability,
+            }
+            for score in result.scores
+        ]
     if isinstance(result.error, AGAIN):
         facts["retry"] = True
     return facts

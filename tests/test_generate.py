@@ -6,6 +6,7 @@ R06, R07, R23, R71, R72.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,15 @@ from k3offload.loading import load
 from k3offload.sampling import Sampling
 from k3offload.session import Session
 from tests.helpers_checkpoint import shards, tiny
-from tests.helpers_engine import BRIEF, checkpoint, greedy, same_bits, session_with, some_tokens
+from tests.helpers_engine import (
+    BRIEF,
+    checkpoint,
+    gone_on,
+    greedy,
+    same_bits,
+    session_with,
+    some_tokens,
+)
 from tests.helpers_golden import TRAINED
 
 PROMPT = "And Jesus said unto him,"
@@ -127,6 +136,28 @@ def test_stop_strings_r23(engine: Engine, plain: list[Event], size: int) -> None
         assert end_of(events).finish_reason == "stop"
         known = engine.tokenizer.decode(tokens_of(events)[:-1])
         assert stop not in known  # no step more than needed
+
+
+@pytest.mark.parametrize("sampling", [FREE, HOT], ids=["greedy", "drawn"])
+def test_an_answer_gone_on_with_stops_over_the_border_r23(
+    engine: Engine, sampling: Sampling
+) -> None:
+    """Left after any number of tokens, it ends where it would have: before a stop string that
+    began before that, too."""
+    text, over = text_of(answer(engine, sampling)), 0
+    for begin in range(4, len(text) - 9, 11):
+        stopping = replace(sampling, stop=(text[begin : begin + 9], "never said"))
+        whole = answer(engine, stopping)
+        assert end_of(whole).finish_reason == "stop"
+        tokens = tokens_of(whole)
+        for left in range(1, len(tokens)):
+            said, events = gone_on(engine, PROMPT, stopping, 16, left)
+            assert said + text_of(events) == text_of(whole)
+            assert tokens[:left] + tokens_of(events) == tokens
+            assert end_of(events).finish_reason == "stop"
+            assert end_of(events).tokens == len(tokens)
+            over += len(said) < len(engine.tokenizer.decode(tokens[:left]))
+    assert over > 5  # how often the stop string had begun
 
 
 def test_a_stop_string_that_never_comes_holds_nothing_back(

@@ -29,14 +29,15 @@ GROUPS = {
     "data": "checkpoint headers json_stream shards findings find survey check_values "
     "constrain constrain_schema tokenizer tokenizer_json textstream sampling layout forecast_sizes "
     "documents documents_jsonl documents_row documents_table documents_text "
-    "batch_file batch_index batch_lines batch_records batch_states",
+    "batch_file batch_index batch_lines batch_openai batch_records batch_states",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "arena device_latents latents device_trunk fetch ring state weights",
     "model": "adaptive model layer_kda layer_mla layer_moe stream",
     "session": "prefix_folder prefixes session session_identity session_load session_manifest "
     "session_save",
-    "engine": "accelerator batch choose_label device_warmup devices open_device engine engine_plan "
-    "loading budget budget_kernels generate options plan_text spilling turns warmup",
+    "engine": "accelerator batch batch_prompt choose_label device_warmup devices open_device "
+    "engine engine_plan loading budget budget_kernels generate options plan_text spilling turns "
+    "warmup",
     "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
