@@ -109,13 +109,15 @@ class Model:
             run.state.usable().reserve(len(run.tokens))
             run.state.failed = None
         groups = pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs])
-        sealed = self._sealed(groups[-1].end)
+        rows = groups[-1].end
+        sealed = self._sealed(rows)
         looks = self._schedule if isinstance(sealed, Resident) else None
         decodes = all(group.decode for group in groups) and isinstance(sealed, Resident)
         ahead = looks if decodes else None
         on_route = _both(ahead, hooks.on_route) if ahead else hooks.on_route
         if ahead:
-            ahead.begin(sum(len(run.tokens) for run in runs))
+            ahead.begin(rows)
+        crowd = looks and self.spec.moe and looks.crowded(rows, self.spec.moe.experts)
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
         try:
@@ -123,7 +125,7 @@ class Model:
                 for kernels in self._sides.kernels:
                     in_force.enter_context(kernels.in_force())
                 alone = decodes and len(self._sides.kernels) == 1
-                few = self._sides.kernels[0].put_off(groups[-1].end if alone else 0)
+                few = self._sides.kernels[0].put_off(rows if alone else 0)
                 in_force.enter_context(few)
                 first = self._sides.layers[0]
                 p = first.kernels.here(self._embed(runs, groups))[0]
@@ -136,7 +138,7 @@ class Model:
                         for run in runs:
                             run.error = run.error or run.state.failed
                         latent = self._feed_forward(layer, stream, groups, w, on_route)
-                        if ahead:
+                        if ahead and not crowd:
                             self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)
                         elif looks:
                             self._read_on(layer, stream, looks)
@@ -252,8 +254,8 @@ class Model:
         schedule.ahead(layer.index, index, likely, given)
 
     def _read_on(self, layer: LayerSpec, stream: Stream, schedule: Schedule) -> None:
-        """In a prompt most experts come anyway: begin with those that many rows will choose, which
-        the disk brings while the next layer attends."""
+        """In a crowd of rows most experts come anyway: begin with those that many will choose,
+        which the disk brings while the next layer attends."""
         following = self.spec.layers[layer.index + 1 :][:1]
         if not following or following[0].ffn != "moe" or not schedule.asks_router:
             return

@@ -252,20 +252,20 @@ class ExpertStore:
 
     # ---- prefetch ----
 
-    def prefetch(self, pages: Iterable[PageId]) -> int:
+    def prefetch(self, pages: Iterable[PageId], sure: bool = False) -> int:
         """Start reading absent ``pages``, the most wanted first, behind all other reads.
 
-        Stops where slots that nobody uses, or the room for prefetched pages, end.  Returns how
-        many reads were started.  One that fails is forgotten: a later lease reads again.
+        Stops where slots that nobody uses, or the room for them, end: twice as much if they are
+        ``sure``.  Returns how many reads were started.  One that fails is read by a later lease.
         """
-        started = 0
+        started, room = 0, self.prefetch_room * (2 if sure else 1)
         with self._change:
             if any(lease.wanted for lease in self._leases):
                 return 0  # pages that someone waits for have no slot yet
             for page in pages:
                 if page in self._slot:
                     continue
-                if len(self._guarded) >= self.prefetch_room or not (self._free or self._idle):
+                if len(self._guarded) >= room or not (self._free or self._idle):
                     break
                 slot = self._free.pop() if self._free else self._evict(self._idle)
                 self._unused.add(page)
