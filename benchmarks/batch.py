@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.run import machine, note
 from benchmarks.stream import need_room
-from k3offload.batch import Result, Tally
+from k3offload.batch_results import Result, Tally
 from k3offload.bench_read import read_rate
 from k3offload.checkpoint import Checkpoint
 from k3offload.documents import Document

@@ -23,8 +23,9 @@ from .progress import Progress, loading_libraries, write_out
 from .session_manifest import refuse_in_model
 
 if TYPE_CHECKING:
+    from .batch_meter import BatchMeter
     from .engine import Engine
-    from .run_batch import BatchMeter, Task
+    from .run_batch import Task
     from .spec import ModelSpec
     from .tokenizer import Tokenizer
 
@@ -97,7 +98,8 @@ def batch(
         documents = read_documents(inputs, **columns._asdict(), but=place)
         with loading_libraries(progress):
             from .batch import around
-            from .run_batch import BatchMeter, Task
+            from .batch_meter import BatchMeter
+            from .run_batch import Task
         around(template)
         grammar = None if ask.schema is None else Grammar.of_schema(_text(ask.schema))
         # also where it is greedy: a document may ask for a temperature of its own

@@ -21,6 +21,7 @@ class Turns:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._passed_over: WeakSet[Session] = WeakSet()  # got nothing in the last sweep
+        self.rows = (0, 0)  #: that decoded, and of prompts, in the last sweep
 
     def sweep(self, sessions: Sequence[Session]) -> dict[Session, K3Error]:
         """As ``Engine.sweep``."""
@@ -47,6 +48,8 @@ class Turns:
                 continue
             taken.append(session)
             runs.append(Run(session.state, session.waiting()[:count], 1, session.decoding))
+        decoding = sum(run.decode for run in runs)
+        self.rows = decoding, sum(len(run.tokens) for run in runs) - decoding
         if runs:
             try:
                 self._engine.run(

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from k3offload import Sampling, load
-from k3offload.batch import Result, Tally
+from k3offload.batch_results import Result, Tally
 from k3offload.documents import Document
 from k3offload.engine import Engine
 from k3offload.errors import CheckpointError, DoesNotFit, UsageError
