@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from k3offload import Sampling, load
-from k3offload.batch_results import Result, Tally
+from k3offload.batch import Batch
+from k3offload.batch_results import Going, Result, Tally
 from k3offload.documents import Document
 from k3offload.engine import Engine
 from k3offload.errors import CheckpointError, DoesNotFit, UsageError
 from k3offload.loading import open_engine
+from tests.helpers_batch import Clock
 
 TEXTS = [f"Text {i}. " + "And it came to pass " * (i % 5) + "\n" for i in range(14)]
 HEAD = "Go on with what is written here, in the words of the book, and end when it ends.\n\n" * 8
@@ -169,3 +172,30 @@ def test_as_many_sessions_as_let_each_read_least() -> None:
     assert all(r.error is None for r in found)
     with pytest.raises(DoesNotFit), open_engine("nano", lambda t, s: sizes, ram="100M"):
         pass
+
+
+def test_what_an_earlier_run_did_counts(engine: Engine, tmp_path: Path) -> None:
+    """Seconds, the first token and sweeps of a document that is gone on with are those of both
+    runs, as far as they were saved."""
+    pytest.importorskip("zarr")
+    clock, given = Clock(10.0, 0.0, 0.0), [Document("a", TEXTS[0]), Document("b", TEXTS[1])]
+    clock.drive(engine)
+    how: dict[str, Any] = {"max_new_tokens": 12, "clock": clock, "order": "completed"}
+    whole = {r.id: r for r in Batch(engine, given, **how)}
+    assert (whole["a"].seconds, whole["a"].first_token, whole["a"].sweeps) == (120, 10, 12)
+    kept: dict[str, Going] = {}
+
+    def pause() -> None:
+        if first.tally.sweeps in (3, 5):  # saved twice, and what comes after the second is lost
+            kept.update({d.id: going for d, going in first.save(lambda d: tmp_path / d.id)})
+        elif first.tally.sweeps == 8:
+            raise KeyboardInterrupt
+
+    first = Batch(engine, given, pause=pause, **how)
+    with pytest.raises(KeyboardInterrupt):
+        list(first)
+    first.close()
+    assert [(going.sweeps, going.seconds) for going in kept.values()] == [(5, 50)] * 2
+    clock.now += 3600
+    found = {r.id: r for r in Batch(engine, given, going=lambda d: kept[d.id], **how)}
+    assert found == whole

@@ -19,6 +19,7 @@ from k3offload.engine import Engine
 from k3offload.errors import DocumentError
 from k3offload.progress import Progress
 from k3offload.tiers.device_fake import FakeDevice
+from tests.helpers_batch import Clock
 
 WORDS = [
     "and",
@@ -38,30 +39,6 @@ WORDS = [
     "those",
     "days",
 ]
-
-
-class Clock:
-    """Seconds that pass in sweeps: ``each`` for one, and for every row that decodes or is a
-    prompt's."""
-
-    def __init__(self, each: float, decode: float, prompt: float) -> None:
-        self.now, self._each, self._prices = 1000.0, each, (prompt, decode)
-        self.sweeps: list[float] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def drive(self, engine: Engine) -> None:
-        first = engine.spec.moe_layers[0]
-
-        def before_layer(layer: int) -> None:
-            self.now += self._each * (layer == 0)
-
-        def on_route(layer: int, group: Any, *routed: Any) -> None:
-            if layer == first:
-                self.now += (group.end - group.begin) * self._prices[group.decode]
-
-        engine.hooks.before_layer, engine.hooks.on_route = before_layer, on_route
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +95,8 @@ CASES: dict[str, tuple[tuple[float, float, float], list[Document], dict[str, Any
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_left_is_close_from_a_quarter_of_the_run_on(engine: Engine, name: str) -> None:
-    """How long answers become, and how many documents are bad, is nobody's to know: in so short a run
-    one answer, or one more round of them, is a large part; the whole of it has to be close then."""
+    """How long answers become, and how many documents are bad, is not to be known: of so short a
+    run one answer, or one more round, is a large part; the whole of it has to be close then."""
     prices, given, how, known = CASES[name]
     clock = Clock(*prices)
     begin = clock.now

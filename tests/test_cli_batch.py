@@ -233,6 +233,11 @@ def test_an_answer_under_way_is_gone_on_with(
     how[how.index("-o") + 1] = str(again)
     assert call(["batch", *how, "--seed", str(seed)], capsys)[0] == 0
     assert records(again) == found
+    sweeps = [
+        [json.loads(line)["timing"]["sweeps"] for line in file.read_text().splitlines()]
+        for file in (out, again)
+    ]
+    assert sweeps[0] == sweeps[1]  # those of both runs, as far as they were saved
 
 
 def test_what_it_writes_is_no_part_of_the_input(
