@@ -18,6 +18,7 @@ from k3offload.documents import Document
 from k3offload.engine import Engine
 from k3offload.errors import CheckpointError, DoesNotFit, UsageError
 from k3offload.loading import open_engine
+from k3offload.tiers.device_fake import FakeDevice
 from tests.helpers_batch import Clock
 
 TEXTS = [f"Text {i}. " + "And it came to pass " * (i % 5) + "\n" for i in range(14)]
@@ -172,6 +173,23 @@ def test_as_many_sessions_as_let_each_read_least() -> None:
     assert all(r.error is None for r in found)
     with pytest.raises(DoesNotFit), open_engine("nano", lambda t, s: sizes, ram="100M"):
         pass
+
+
+def test_as_many_sessions_as_a_device_has_room_for(engine: Engine) -> None:
+    """RAM has room for all of them here; the device decides, and the bits are those of the CPU."""
+    sizes: dict[str, Any] = {"sessions": 256, "context": 512, "fewer": True}
+    device = FakeDevice(400 << 20, seed=6)
+    with open_engine("nano", lambda t, s: sizes, device=device, vram="20M") as beside:
+        chosen = beside.options.sessions
+        assert 4 <= chosen < 256
+        assert beside.accelerator is not None and beside.accelerator.plan.total <= 20_000_000
+        batch = beside.batch(TEXTS, max_new_tokens=4)
+        found = list(batch)
+        assert batch.tally.copied["experts"] > 0  # it does compute there
+    assert answers(found) == answers(list(engine.batch(TEXTS, max_new_tokens=4)))
+    twice = {**sizes, "sessions": 2 * chosen, "fewer": False}
+    with pytest.raises(DoesNotFit, match="for the device"):
+        open_engine("nano", lambda t, s: twice, device=FakeDevice(400 << 20), vram="20M")
 
 
 def test_what_an_earlier_run_did_counts(engine: Engine, tmp_path: Path) -> None:
