@@ -34,6 +34,7 @@ class BatchMeter:
         self._progress, self._total, self._json, self._clock = progress, total, as_json, clock
         self._tally, self._place = Tally(), ""
         self._skipped = 0
+        self._saved: int | None = None
         self._begin = clock()
         self._said = float("-inf")
         self._left: Left = lambda waiting: None
@@ -47,6 +48,10 @@ class BatchMeter:
     def skipped(self) -> None:
         """A document of the input has its record already."""
         self._skipped += 1
+
+    def saved(self) -> None:
+        """What is under way is saved."""
+        self._saved = self._tally.sweeps
 
     def layer(self, layer: int, layers: int) -> None:
         """Layer ``layer`` (from 0) of ``layers`` begins."""
@@ -92,6 +97,7 @@ class BatchMeter:
             "new_tokens": tally.new_tokens,
             "tokens_per_second": tally.new_tokens / seconds if seconds else None,
             "sweep": tally.sweeps,
+            "saved_at_sweep": self._saved,
             "rows": tally.rows,
             "experts_a_layer": tally.experts,
             "bytes_per_token": tally.bytes / tally.rows if tally.rows else None,

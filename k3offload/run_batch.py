@@ -94,7 +94,7 @@ def run_batch(
         records.flush()
         saves.maybe(batch, records, hashes)
 
-    saves = _Saves(save_every, progress)
+    saves = _Saves(save_every, progress, meter)
     batch = Batch(
         engine, new(), prompt=task.prompt, max_new_tokens=task.max_new_tokens,
         sampling=task.sampling, order="completed", watch=meter.swept, pause=pause,
@@ -114,8 +114,9 @@ def run_batch(
 class _Saves:
     """When what is under way is saved: ``every`` so many seconds, 0 is never."""
 
-    def __init__(self, every: float, progress: Progress) -> None:
-        self._every, self._last, self._progress = every, time.monotonic(), progress
+    def __init__(self, every: float, progress: Progress, meter: BatchMeter) -> None:
+        self._every, self._last = every, time.monotonic()
+        self._progress, self._meter = progress, meter
         if every:
             try:
                 need_zarr()
@@ -132,6 +133,7 @@ class _Saves:
                 extra = where._asdict()
                 del extra["folder"]
                 records.keep_state(document.id, hashes[document.id], extra)
+            self._meter.saved()
         except (SessionError, UsageError, BatchError) as error:
             self._progress.say(f"warning: answers under way are not saved: {error}")
         self._last = time.monotonic()
