@@ -32,7 +32,7 @@ class BatchMeter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._progress, self._total, self._json, self._clock = progress, total, as_json, clock
-        self._tally, self._place = Tally(), ""
+        self._tally, self._where = Tally(), ""
         self._skipped = 0
         self._saved: int | None = None
         self._begin = clock()
@@ -55,12 +55,12 @@ class BatchMeter:
 
     def layer(self, layer: int, layers: int) -> None:
         """Layer ``layer`` (from 0) of ``layers`` begins."""
-        self._place = f"layer {layer + 1} of {layers}"
+        self._where = f"layer {layer + 1} of {layers}"
         self._show(layer, layers)
 
     def swept(self, tally: Tally) -> None:
         """A sweep has ended."""
-        self._tally, self._place = tally, ""
+        self._tally, self._where = tally, ""
         self._last.append((tally.seconds, tally.bytes))
         if self._total is not None:
             now = self._clock()
@@ -139,7 +139,7 @@ class BatchMeter:
             parts.append(f"to the device {_sizes(f['copied'])}")
         if f["seconds_left"] is not None:
             parts.append(f"{show_seconds(f['seconds_left'])} left")
-        parts.append(f"sweep {f['sweep'] + 1:,} {self._place}".rstrip())
+        parts.append(f"sweep {f['sweep'] + 1:,} {self._where}".rstrip())
         return ", ".join(parts)
 
 

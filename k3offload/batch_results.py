@@ -16,7 +16,7 @@ from .generate import FinishReason, Request
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a document.  ``index``: its place in the input, from 0.
+    """What became of a document.  ``index``: its number in the input, from 0.
 
     ``seconds``: from its begin to its end; ``first_token``: to its first token, None without one.
     Where an earlier run was ended in between, both and ``sweeps`` count what was saved of that too.

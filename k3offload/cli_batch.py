@@ -89,13 +89,13 @@ def batch(
     """Answer every document of INPUTS; exit 3 if some of them failed."""
     at_least_one(("-n", ask.max_new_tokens), ("--context", ask.context))
     at_least_one(("--sessions", ask.sessions))
-    template, place = _template(ask), _place(out, model, output)
+    template, path = _template(ask), _path(out, model, output)
     if ask.max_new_tokens >= ask.context:
         raise UsageError(
             f"-n {ask.max_new_tokens} leaves no room in --context {ask.context}.", "Raise it."
         )
     with Progress() as progress:
-        documents = read_documents(inputs, **columns._asdict(), but=place)
+        documents = read_documents(inputs, **columns._asdict(), but=path)
         with loading_libraries(progress):
             from .batch import around
             from .batch_meter import BatchMeter
@@ -103,10 +103,10 @@ def batch(
         around(template)
         grammar = None if ask.schema is None else Grammar.of_schema(_text(ask.schema))
         # also where it is greedy: a document may ask for a temperature of its own
-        kept = _seed_of(place) if output.resume else None
+        kept = _seed_of(path) if output.resume else None
         sampling = seeded(choice.sampling(grammar), progress, kept)
         task = Task(template, ask.max_new_tokens, sampling)
-        total = count_documents(inputs, kind=columns.kind, but=place)
+        total = count_documents(inputs, kind=columns.kind, but=path)
         meter = BatchMeter(progress, total, output.json_progress)
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
@@ -118,7 +118,7 @@ def batch(
 
         with open_model(model, size, how, progress, meter.layer) as engine:
             about = _about(engine, model, inputs, task)
-            counts = _run(engine, documents, task, place, about, output, progress, meter)
+            counts = _run(engine, documents, task, path, about, output, progress, meter)
         progress.clear()
         if output.as_json or output.json_progress:
             write_out(json.dumps({**meter.facts(), "records": counts}))
@@ -133,7 +133,7 @@ def _run(
     engine: Engine,
     documents: Iterator[Document],
     task: Task,
-    place: Path,
+    path: Path,
     about: dict[str, Any],
     output: Output,
     progress: Progress,
@@ -144,7 +144,7 @@ def _run(
 
     progress.say(f"{engine.options.sessions} documents at a time")
     with Records.open(
-        place, about, resume=output.resume, overwrite=output.overwrite,
+        path, about, resume=output.resume, overwrite=output.overwrite,
         order="completed" if output.completed else "input",
         warn=lambda text: progress.say(f"warning: {text}"),
     ) as records:  # fmt: skip
@@ -153,16 +153,16 @@ def _run(
         )
 
 
-def _place(out: Path, model: str, output: Output) -> Path:
+def _path(out: Path, model: str, output: Output) -> Path:
     """Where the records go, links resolved; refused before anything is loaded."""
     if not output.save_every >= 0:
         raise UsageError(f"--save-every is {output.save_every}.", "It must be 0 or more seconds.")
     if output.resume and output.overwrite:
         raise UsageError("--resume and --overwrite exclude each other.", "Leave one out.")
     refuse_in_model(out, find_model(model))
-    place = Path(os.path.realpath(out))
-    refuse(place, output.resume or output.overwrite)
-    return place
+    path = Path(os.path.realpath(out))
+    refuse(path, output.resume or output.overwrite)
+    return path
 
 
 def _template(ask: Ask) -> str:
