@@ -3,7 +3,8 @@
 Documents are taken from their iterable as places become free, as many at a time as the engine was
 loaded for (``sessions``).  Prompts of new ones ride in the sweeps in which the others decode; a
 beginning that the prompts have in common is computed once, where the engine keeps prefixes.  What
-is wrong with a document ends in its result, and the others go on.  The answer to a document does
+is wrong with a document, or an expert that it needs and that cannot be read, ends in its result,
+and the others go on.  The answer to a document does
 not depend on the others, on their order, or on how many run at a time.
 """
 
@@ -15,31 +16,37 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from .batch_prompt import PLACE, Head, around
-from .choose_label import Chosen, LabelLoop, Labels, LabelScore
+from .batch_results import NEW, Going, Job, Result, Tally, bare
+from .choose_label import Chosen, LabelLoop, Labels
 from .constrain import constraint
 from .documents import Document
 from .errors import (
+    CheckpointError,
     DoesNotFit,
     K3Error,
+    ReadError,
     ScratchError,
     SessionError,
     TokenizerError,
     UsageError,
 )
-from .generate import Done, FinishReason, Loop, Prefill, Request, Token
+from .generate import Done, Loop, Prefill, Request, Token
 from .sampling import Sampling
 from .scheduler.admission import Admission
+from .scheduler.remaining import Remaining, UnderWay
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .scheduler.counts import Counts
     from .session import Session
 
 READY, HELD = 64, 4096  #: results that wait at most before more documents are looked at
+LOST = 16  #: documents in a row that could not be read and end the batch; twice the places at least
 SETTINGS = frozenset({"temperature", "top_k", "top_p", "min_p", "seed", "stop"})
 NEW_TOKENS = 256  #: of an answer, where nobody says how many
 
@@ -47,75 +54,11 @@ Order = Literal["input", "completed"]
 OnError = Literal["record", "raise"]
 
 
-@dataclass(frozen=True)
-class Result:
-    """What became of a document.  ``index``: its place in the input, from 0.
-
-    ``seconds``: from its begin to its end; ``first_token``: to its first token, None without one.
-    ``reused``: prompt tokens that were computed before, for another document.  ``scores``: of all
-    labels, where ``text`` is the best of them; nothing was generated then.
-    """
-
-    id: str
-    index: int
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-    error: K3Error | None = None
-    prompt_tokens: int = 0
-    reused: int = 0
-    seconds: float = 0.0
-    first_token: float | None = None
-    sweeps: int = 0  #: that it took part in
-    scores: tuple[LabelScore, ...] = ()
-
-
-@dataclass
-class Tally:
-    """What a batch has done so far."""
-
-    documents: int = 0  #: ended
-    failed: int = 0  #: of them
-    running: int = 0
-    prompt_tokens: int = 0  #: of the documents that have begun
-    new_tokens: int = 0
-    sweeps: int = 0
-    rows: int = 0  #: of the last sweep
-    bytes: int = 0  #: that the last sweep read
-    read: int = 0  #: that all of them read
-    experts: float = 0.0  #: different ones that the last sweep asked for, a layer
-
-
-class Going(NamedTuple):
-    """A document that was under way when an earlier run ended: the folder in which its session was
-    saved, and ``Result.reused`` by then."""
-
-    folder: Path
-    reused: int
-
-
-class _Job:
-    """A document under way."""
-
-    def __init__(self, index: int, document: Document, request: Request, sweeps: int) -> None:
-        self.index, self.document, self.session = index, document, request.session
-        self.begin, self.swept = time.perf_counter(), sweeps
-        self.earlier = 0  # ``reused``, of a run before this one
-        self.prompt = request.session.length - len(request.made)
-        self.first: float | None = None
-        self.tokens: list[int] = list(request.made)
-        self.pieces: list[str] = []
-
-    @property
-    def reused(self) -> int:
-        """Prompt tokens that were computed for another document."""
-        return self.earlier or self.session.reused
-
-
-def bare(error: K3Error) -> K3Error:
-    """``error`` without what it came from, which may be large (a file that is no UTF-8)."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
+def _nothing(**given: object) -> None:
+    """Refuse what means nothing beside labels."""
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"{name} means nothing beside labels.", "Leave it out.")
 
 
 class Batch(Iterator[Result]):
@@ -136,6 +79,7 @@ class Batch(Iterator[Result]):
         watch: Callable[[Tally], None] = lambda tally: None,
         pause: Callable[[], None] = lambda: None,
         going: Callable[[Document], Going | None] = lambda document: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """See ``Engine.batch``.  ``pause``: called before every sweep, when all results have been
         handed out.  ``going``: where to go on with a document, if anywhere; a session that cannot
@@ -157,25 +101,25 @@ class Batch(Iterator[Result]):
             constraint(engine.tokenizer, sampling.grammar)  # refused now, and not by each document
         self._sampling = sampling or Sampling()
         self._raises, self._in_order = on_error == "raise", order == "input"
-        self._watch, self._pause, self._going = watch, pause, going
+        self._watch, self._pause, self._going, self._clock = watch, pause, going, clock
         self._documents: Iterator[tuple[int, Document | str]] = enumerate(documents)
         self._lock = threading.RLock()  # closing waits for the sweep under way
         self._more = True
         self._loop: Loop | LabelLoop = Loop(engine)
-        self._labels = None
+        self._labels = None if labels is None else Labels(engine.tokenizer, labels, label_end)
         places = engine.options.sessions
-        if labels is not None:
-            for name, given in (("max_new_tokens", max_new_tokens), ("sampling", sampling)):
-                if given is not None:
-                    raise UsageError(f"{name} means nothing beside labels.", "Leave it out.")
-            self._labels = Labels(engine.tokenizer, labels, label_end)
+        if self._labels is not None:
+            _nothing(max_new_tokens=max_new_tokens, sampling=sampling)
             self._loop = LabelLoop(engine, self._labels)
             most, places = self._labels.longest, self._loop.places
         elif label_end:
             raise UsageError("label_end means nothing without labels.", "Leave it out.")
         self._most = most
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
         self._admission = Admission(places)
+        self._rest, self._swept = Remaining(engine.plan.sweep_rows), 0.0
+        self._lost = 0  # documents in a row that could not be read
+        self._fatal: K3Error | None = None  # what ends the batch, when all results are handed out
         self._ready: deque[Result] = deque()  # in the order in which they are handed out
         self._held: dict[int, Result] = {}  # done before an earlier one
         self._next = 0
@@ -188,6 +132,8 @@ class Batch(Iterator[Result]):
     def __next__(self) -> Result:
         with self._lock:
             while not self._ready:
+                if self._fatal is not None:
+                    raise self._fatal
                 if not self._admit() and not self._jobs and not self._ready:
                     raise StopIteration
                 if self._jobs and not self._ready:
@@ -228,9 +174,20 @@ class Batch(Iterator[Result]):
         """Save what is under way, each session in the ``folder`` of its document; yields where to
         go on with it.  Raises ``SessionError``."""
         for job in [job for job in self._jobs.values() if job.session.position]:
-            place = folder(job.document)
-            job.session.save(place)
-            yield job.document, Going(place, job.reused)
+            to = folder(job.document)
+            job.session.save(to)
+            yield job.document, job.going(to, self._clock(), self.tally.sweeps)
+
+    def left(self, waiting: int) -> float | None:
+        """Seconds until all is done, if ``waiting`` documents are still to be taken; None before a
+        sweep was measured.  Called between sweeps."""
+        under_way = []
+        for job in self._jobs.values():
+            made, session = len(job.tokens), job.session
+            prompt = 0 if made else len(session.waiting())
+            under_way.append(UnderWay(prompt, made, job.request.max_new_tokens))
+        group, places = self._admission.group(), self._admission.places
+        return self._rest.seconds(under_way, waiting, self._most, places, group)
 
     # ---- documents begin ----
 
@@ -271,9 +228,10 @@ class Batch(Iterator[Result]):
             self._documents = itertools.chain([(index, document)], self._documents)
             self._admission.places = len(self._jobs)
             return
-        job = self._jobs[index] = _Job(index, document, request, self.tally.sweeps)
-        job.earlier = earlier
+        job = Job(index, document, request, earlier, self._clock(), self.tally.sweeps)
         job.pieces.append(said)
+        self._jobs[index] = job
+        self._rest.taken(True)
         self.tally.prompt_tokens += job.prompt
 
     def _refused(
@@ -281,11 +239,12 @@ class Batch(Iterator[Result]):
     ) -> None:
         if session is not None:
             session.close()
+        self._rest.taken(False)
         self._end(Result(document.id, index, "", (), "error", bare(error)))
 
-    def _request(self, document: Document) -> tuple[Request, int]:
-        """The request, and tokens that an earlier run reused for it.  Raises ``UsageError`` for
-        settings or a text that cannot be."""
+    def _request(self, document: Document) -> tuple[Request, Going]:
+        """The request, and what an earlier run did of it.  Raises ``UsageError`` for settings or a
+        text that cannot be."""
         if not isinstance(document.text, str):
             raise UsageError(f"The document is a {type(document.text).__name__}.", "Give text.")
         text = self._head.text + document.text + self._tail
@@ -306,11 +265,11 @@ class Batch(Iterator[Result]):
         going = self._going(document)
         if going is not None and (session := self._loaded(document, tokens, going)) is not None:
             made = session.tokens[len(tokens) :]
-            return Request(session, most, sampling, made), going.reused
+            return Request(session, most, sampling, made), going
         self._head.compute(tokens)
         session = self._engine.session()
         session.append(tokens)
-        return Request(session, most, sampling), 0
+        return Request(session, most, sampling), NEW
 
     def _loaded(self, document: Document, tokens: list[int], going: Going) -> Session | None:
         """The session of an earlier run for a document of ``tokens``."""
@@ -327,55 +286,65 @@ class Batch(Iterator[Result]):
     # ---- sweeps ----
 
     def _step(self) -> None:
-        engine, tally = self._engine, self.tally
-        decoding = sum(session.decoding for session in self._loop.waiting)
-        before, begin = engine.counts(), time.perf_counter()
+        """A sweep, and what came of it."""
+        before, begin, sweeping = self._engine.counts(), self._clock(), bool(self._loop.waiting)
         for event in self._loop.step():
             job = self._jobs[event.request]
             if isinstance(event, Token):
-                job.first = job.first or time.perf_counter()
-                job.tokens.append(event.token)
-                job.pieces.append(event.text)
-                tally.new_tokens += 1
+                job.token(event.token, event.text, self._clock())
+                self.tally.new_tokens += 1
             elif isinstance(event, Done):
                 self._finish(job, event)
             else:
                 assert isinstance(event, Prefill)
-        seconds = time.perf_counter() - begin
-        after = engine.counts()
-        tally.rows = after["embedding"].requests - before["embedding"].requests
-        self._admission.swept(seconds, max(0, tally.rows - decoding))
-        layers = len(engine.spec.moe_layers) or 1
+        if sweeping:
+            self._count(before, begin)
+        self._watch(self.tally)
+
+    def _count(self, before: dict[str, Counts], begin: float) -> None:
+        """A sweep has ended that began at ``begin``, with these counts."""
+        tally, engine, now = self.tally, self._engine, self._clock()
+        decoding, prompts = engine.last_rows
+        self._admission.swept(now - begin, prompts)
         tally.sweeps += 1
         tally.running = len(self._jobs)
-        tally.bytes = sum(after[kind].bytes - before[kind].bytes for kind in after)
-        tally.read += tally.bytes
+        tally.rows = decoding + prompts
+        tally.seconds, self._swept = now - (self._swept if tally.sweeps > 1 else begin), now
+        self._rest.swept(tally.seconds, decoding, prompts)
+        tally.bytes = 0
+        after = engine.counts()
+        for kind, counts in after.items():
+            name, _, device = kind.partition(" on ")
+            tally.moved(name, counts.bytes - before[kind].bytes, bool(device))
+        layers = len(engine.spec.moe_layers) or 1
         tally.experts = (after["experts"].requests - before["experts"].requests) / layers
-        self._watch(tally)
 
-    def _finish(self, job: _Job, done: Done) -> None:
-        now, reused = time.perf_counter(), job.reused
+    def _finish(self, job: Job, done: Done) -> None:
+        said = job.going(Path(), self._clock(), self.tally.sweeps + 1)
         del self._jobs[job.index]
         job.session.close()
         error = None if done.error is None else bare(done.error)
         if error is None:
             self._admission.ended(len(job.tokens))
-        text = "".join(job.pieces) + done.text
+            self._rest.ended(len(job.tokens))
         result = Result(
             id=job.document.id,
             index=job.index,
-            text=text,
+            text="".join(job.pieces) + done.text,
             tokens=tuple(job.tokens),
             finish_reason=done.finish_reason,
             error=error,
             prompt_tokens=job.prompt,
-            reused=reused,
-            seconds=now - job.begin,
-            first_token=None if job.first is None else job.first - job.begin,
-            sweeps=self.tally.sweeps + 1 - job.swept,
+            reused=said.reused,
+            seconds=said.seconds,
+            first_token=said.first_token,
+            sweeps=said.sweeps,
             scores=done.choice.scores if isinstance(done, Chosen) else (),
         )
         self._end(result)
+        self._lost = self._lost + 1 if isinstance(error, (ReadError, CheckpointError)) else 0
+        if self._lost > max(LOST, 2 * self._admission.places):
+            self._fatal = error
 
     def _end(self, result: Result) -> None:
         self.tally.documents += 1

@@ -25,8 +25,9 @@ from .progress import Progress, loading_libraries, write_out
 from .session_manifest import refuse_in_model
 
 if TYPE_CHECKING:
+    from .batch_meter import BatchMeter
     from .engine import Engine
-    from .run_batch import BatchMeter, Task
+    from .run_batch import Task
     from .spec import ModelSpec
     from .tokenizer import Tokenizer
 
@@ -112,13 +113,13 @@ def batch(
     """Answer every document of INPUTS; exit 3 if some of them failed."""
     at_least_one(("-n", ask.max_new_tokens), ("--context", ask.context))
     at_least_one(("--sessions", ask.sessions))
-    place = _place(out, model, output)
+    path = _path(out, model, output)
     with Progress() as progress:
-        documents = read_documents(inputs, **columns._asdict(), but=place)
+        documents = read_documents(inputs, **columns._asdict(), but=path)
         with loading_libraries(progress):
-            from .run_batch import BatchMeter
-        task = _task(ask, among, choice, output, model, progress, place)
-        total = count_documents(inputs, kind=columns.kind, but=place)
+            from .batch_meter import BatchMeter
+        task = _task(ask, among, choice, output, model, progress, path)
+        total = count_documents(inputs, kind=columns.kind, but=path)
         meter = BatchMeter(progress, total, output.json_progress)
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
@@ -126,7 +127,7 @@ def batch(
 
         with open_model(model, size, how, progress, meter.layer) as engine:
             about = _about(engine, model, inputs, task)
-            counts = _run(engine, documents, task, place, about, output, progress, meter)
+            counts = _run(engine, documents, task, path, about, output, progress, meter)
         progress.clear()
         if output.as_json or output.json_progress:
             write_out(json.dumps({**meter.facts(), "records": counts}))
@@ -139,7 +140,7 @@ def batch(
 
 def _task(
     ask: Ask, among: Among, choice: Choice, output: Output, model: str, progress: Progress,
-    place: Path,
+    path: Path,
 ) -> Task:  # fmt: skip
     """What to do with every document.  Raises ``UsageError`` for what cannot be, and for options
     that would do nothing."""
@@ -165,7 +166,7 @@ def _task(
         raise UsageError(f"-n {most} leaves no room in --context {ask.context}.", "Raise it.")
     grammar = None if ask.schema is None else Grammar.of_schema(read_text(ask.schema, progress))
     # also where it is greedy: a document may ask for a temperature of its own
-    kept = _seed_of(place) if output.resume else None
+    kept = _seed_of(path) if output.resume else None
     sampling = seeded(choice.sampling(grammar), progress, kept)
     return Task(prompt, most, sampling, openai=openai)
 
@@ -212,7 +213,7 @@ def _run(
     engine: Engine,
     documents: Iterator[Document],
     task: Task,
-    place: Path,
+    path: Path,
     about: dict[str, Any],
     output: Output,
     progress: Progress,
@@ -222,7 +223,7 @@ def _run(
     from .run_batch import run_batch
 
     with Records.open(
-        place, about, resume=output.resume, overwrite=output.overwrite,
+        path, about, resume=output.resume, overwrite=output.overwrite,
         order="completed" if output.completed else "input",
         warn=lambda text: progress.say(f"warning: {text}"),
     ) as records:  # fmt: skip
@@ -231,7 +232,7 @@ def _run(
         )
 
 
-def _place(out: Path, model: str, output: Output) -> Path:
+def _path(out: Path, model: str, output: Output) -> Path:
     """Where the records go, links resolved; refused before anything is loaded."""
     if not output.save_every >= 0:
         raise UsageError(f"--save-every is {output.save_every}.", "It must be 0 or more seconds.")
@@ -242,9 +243,9 @@ def _place(out: Path, model: str, output: Output) -> Path:
     if output.resume and output.overwrite:
         raise UsageError("--resume and --overwrite exclude each other.", "Leave one out.")
     refuse_in_model(out, find_model(model))
-    place = Path(os.path.realpath(out))
-    refuse(place, output.resume or output.overwrite)
-    return place
+    path = Path(os.path.realpath(out))
+    refuse(path, output.resume or output.overwrite)
+    return path
 
 
 def _template(ask: Ask, progress: Progress) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .accelerator import Accelerator, for_cpu
-from .batch import Batch, OnError, Order, Tally
+from .batch import Batch, OnError, Order
+from .batch_results import Tally
 from .budget import latent_form
 from .checkpoint import Checkpoint
 from .documents import Document
@@ -297,7 +298,8 @@ class Engine:
 
         Decode tokens ride along and prompts share what the plan's sweep has left; who got nothing
         comes first next time.  Returns the sessions that failed with their errors: numbers that
-        turned NaN, or no room for more state.  The others are not touched by it.
+        turned NaN, no room for more state, an expert that cannot be read.  The others are not
+        touched by it.  Raises ``ReadError`` where that is not the expert alone, or the trunk.
         """
         return self._turns.sweep(sessions)
 
@@ -327,8 +329,9 @@ class Engine:
 
         with self.lock:
             self.check_open()
+            own = self.hooks
             self._model.sweep(
-                runs, emit, Hooks(before_layer, self.hooks.on_route, self.hooks.on_ahead)
+                runs, emit, Hooks(before_layer, own.on_route, own.on_ahead, self.disk.probe)
             )
 
     # ---- accounts ----
@@ -337,6 +340,11 @@ class Engine:
         """Requests so far, RAM over disk: ``experts``, ``trunk`` (layers), ``head`` (passes) and
         ``embedding`` (rows)."""
         return {kind: counts.copy() for kind, counts in self._counts.items()}
+
+    @property
+    def last_rows(self) -> tuple[int, int]:
+        """Rows that the last ``sweep`` computed: that decoded, and of prompts."""
+        return self._turns.rows
 
     @property
     def planned(self) -> int:

@@ -23,6 +23,7 @@ class Turns:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._passed_over: WeakSet[Session] = WeakSet()  # got nothing in the last sweep
+        self.rows = (0, 0)  #: that decoded, and of prompts, in the last sweep
 
     def sweep(self, sessions: Sequence[Session]) -> dict[Session, K3Error]:
         """As ``Engine.sweep``."""
@@ -50,6 +51,8 @@ class Turns:
             taken.append(session)
             keep = 1 if session.on_rows is None else count
             runs.append(Run(session.state, session.waiting()[:count], keep, session.decoding))
+        decoding = sum(run.decode for run in runs)
+        self.rows = decoding, sum(len(run.tokens) for run in runs) - decoding
 
         def emit(run: int, position: int, rows: torch.Tensor) -> None:
             taken[run].keep_logits(rows[-1].numpy())

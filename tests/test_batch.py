@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,7 +14,8 @@ import pytest
 
 import k3offload.engine_plan
 from k3offload import Sampling, load
-from k3offload.batch import Result, Tally
+from k3offload.batch import Batch
+from k3offload.batch_results import Going, Result, Tally
 from k3offload.budget import state_bytes
 from k3offload.documents import Document
 from k3offload.engine import Engine
@@ -21,6 +23,8 @@ from k3offload.errors import CheckpointError, DoesNotFit, NumericError, UsageErr
 from k3offload.layout import EMBED
 from k3offload.loading import open_engine
 from k3offload.scheduler.plan import Demand, Limits, Plan, make_plan
+from k3offload.tiers.device_fake import FakeDevice
+from tests.helpers_batch import Clock
 
 TEXTS = [f"Text {i}. " + "And it came to pass " * (i % 5) + "\n" for i in range(14)]
 HEAD = "Go on with what is written here, in the words of the book, and end when it ends.\n\n" * 8
@@ -219,3 +223,47 @@ def test_the_head_of_a_batch_gives_way_to_the_rest(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(k3offload.engine_plan, "make_plan", tight)
     with open_engine("nano", lambda tokenizer, spec: sizes, ram="8G") as engine:
         assert engine.prefixes is None and engine.plan.prefixes == 0
+
+
+def test_as_many_sessions_as_a_device_has_room_for(engine: Engine) -> None:
+    """RAM has room for all of them here; the device decides, and the bits are those of the CPU."""
+    sizes: dict[str, Any] = {"sessions": 256, "context": 512, "fewer": True}
+    device = FakeDevice(400 << 20, seed=6)
+    with open_engine("nano", lambda t, s: sizes, device=device, vram="20M") as beside:
+        chosen = beside.options.sessions
+        assert 4 <= chosen < 256
+        assert beside.accelerator is not None and beside.accelerator.plan.total <= 20_000_000
+        batch = beside.batch(TEXTS, max_new_tokens=4)
+        found = list(batch)
+        assert batch.tally.copied["experts"] > 0  # it does compute there
+    assert answers(found) == answers(list(engine.batch(TEXTS, max_new_tokens=4)))
+    twice = {**sizes, "sessions": 2 * chosen, "fewer": False}
+    with pytest.raises(DoesNotFit, match="for the device"):
+        open_engine("nano", lambda t, s: twice, device=FakeDevice(400 << 20), vram="20M")
+
+
+def test_what_an_earlier_run_did_counts(engine: Engine, tmp_path: Path) -> None:
+    """Seconds, the first token and sweeps of a document that is gone on with are those of both
+    runs, as far as they were saved."""
+    pytest.importorskip("zarr")
+    clock, given = Clock(10.0, 0.0, 0.0), [Document("a", TEXTS[0]), Document("b", TEXTS[1])]
+    clock.drive(engine)
+    how: dict[str, Any] = {"max_new_tokens": 12, "clock": clock, "order": "completed"}
+    whole = {r.id: r for r in Batch(engine, given, **how)}
+    assert (whole["a"].seconds, whole["a"].first_token, whole["a"].sweeps) == (120, 10, 12)
+    kept: dict[str, Going] = {}
+
+    def pause() -> None:
+        if first.tally.sweeps in (3, 5):  # saved twice, and what comes after the second is lost
+            kept.update({d.id: going for d, going in first.save(lambda d: tmp_path / d.id)})
+        elif first.tally.sweeps == 8:
+            raise KeyboardInterrupt
+
+    first = Batch(engine, given, pause=pause, **how)
+    with pytest.raises(KeyboardInterrupt):
+        list(first)
+    first.close()
+    assert [(going.sweeps, going.seconds) for going in kept.values()] == [(5, 50)] * 2
+    clock.now += 3600
+    found = {r.id: r for r in Batch(engine, given, going=lambda d: kept[d.id], **how)}
+    assert found == whole

@@ -13,7 +13,8 @@ import pytest
 
 import k3offload.engine_plan
 from k3offload import Sampling, load, score_labels
-from k3offload.batch import Batch, Going, Result, Tally
+from k3offload.batch import Batch
+from k3offload.batch_results import Going, Result, Tally
 from k3offload.choose_label import Choice
 from k3offload.documents import Document
 from k3offload.engine import Engine

@@ -71,7 +71,7 @@ def test_a_prompt_reads_on_without_reading_in_vain_or_moving_a_bit(tokens: list[
     assert counts.bytes == plain.bytes, "each expert once, as without guesses"
 
 
-def decoded(predict: str, sessions: int) -> tuple[Logits, Counts]:
+def decoded(predict: str, sessions: int) -> tuple[list[Logits], Counts]:
     """The logits of so many sessions that decode together, and the expert counts of that sweep."""
     with load(TRAINED) as whole:
         slots, each = int(0.3 * whole.plan.experts), whole.plan.slot_bytes
@@ -96,7 +96,7 @@ def test_a_crowd_that_decodes_reads_on_like_a_prompt_and_moves_no_bit() -> None:
     crowd = SURE * 48 // 4  # nano has 48 experts, of which a row chooses 4
     wanted, plain = decoded("none", crowd)
     found, counts = decoded("combined", crowd)
-    assert all((a == b).all() for a, b in zip(found, wanted, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(found, wanted, strict=True))
     assert plain.prefetches == 0
     assert counts.prefetches > 2 * (counts.requests - plain.requests) and counts.useful > 50
     assert counts.useful >= 100 and counts.wasted == 0
