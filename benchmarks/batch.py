@@ -7,9 +7,10 @@ First form: ``io-real`` (made and deleted again without ``--model``, 12 GB), doc
 tokens, 32 new tokens each.  ``--solo`` of them run alone under the same memory, one after another,
 and are scaled to all; their answers must be the batch's to the bit.  Bytes also stand against what
 uniform routing predicts for the same sweeps, and against time at the line rate, measured before and
-after.  Second form: short documents with the embedded model, everything cached, where computing is
-the limit.  Memory and open files are looked at every 100 documents: what they grow by once the
-first 300 are done, and again where one document in ``--bad`` is wrong in one of several ways.
+after, for all sweeps and for those in which nothing but documents that decode takes part.  Second
+form: short documents with the embedded model, everything cached, where computing is the limit.
+Memory and open files are looked at every 100 documents: what they grow by once the first 300 are
+done, and again where one document in ``--bad`` is wrong in one of several ways.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Seen:
     def __init__(self, engine: Engine) -> None:
         self._engine, self.uniform, self.sweeps = engine, 0.0, 0
         self.experts: list[float] = []
+        self.decode_seconds, self.decode_bytes = 0.0, 0  # of sweeps without a prompt
         self.rss: list[int] = []
         self.files: list[int] = []
         self._ended = 0
@@ -92,6 +94,9 @@ class Seen:
         missing = max(0, spec.expert_count - self._engine.plan.slots) / spec.expert_count
         self.uniform += wanted * len(spec.moe_layers) * spec.expert_bytes * missing
         self.experts.append(tally.experts)
+        if not self._engine.last_rows[1]:
+            self.decode_seconds += tally.seconds
+            self.decode_bytes += tally.bytes
         self.sweeps = tally.sweeps
         if tally.documents >= self._ended + 100:
             self._ended = tally.documents
@@ -182,6 +187,9 @@ def measure(given: argparse.Namespace, folder: str | Path, short: bool) -> dict[
             "bytes_over_uniform": read / seen.uniform,
             "line_rate": statistics.mean(rate),
             "line_used": read / seconds / statistics.mean(rate),
+            # prompts of so many rows are limited by computing: 0.9 is asked where the disk limits
+            "decode_seconds": seen.decode_seconds,
+            "line_used_decoding": seen.decode_bytes / seen.decode_seconds / statistics.mean(rate),
         }
     return facts
 
