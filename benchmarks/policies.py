@@ -3,7 +3,7 @@
     python benchmarks/policies.py [TRACE ...] [--made] [--greedy TOKENS] [--policy ...] [--json]
 
 TRACE is a folder or file of ``k3offload/trace.py``; each of its rows is one decode sweep.  Without
-one, ``traces/nano_held_out.npz``: the embedded model decoding eight chapters that it was not
+one, ``traces/nano_held_out.zip``: the embedded model decoding eight chapters that it was not
 trained on.  ``--made`` adds routings that no model made, uniform and adversarial ones;
 ``--greedy`` adds what the embedded model itself routes while it goes on greedily after eight
 prompts, TOKENS tokens each.  One global budget over all layers; Belady's MIN has the same
@@ -16,23 +16,21 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from k3offload import registry
 from k3offload.scheduler.belady import Belady
-from k3offload.scheduler.replay import Step, replay, steps
+from k3offload.scheduler.replay import Step, replay
 from k3offload.tiers.base import CachePolicy
-from k3offload.trace import Recorder, Trace, read_trace
+from k3offload.trace import read_trace
+from k3offload.trace_made import NANO, patterns, trace_of
+from k3offload.trace_record import record
 
-HELD_OUT = Path(__file__).with_name("traces") / "nano_held_out.npz"
+HELD_OUT = Path(__file__).with_name("traces") / "nano_held_out.zip"
 CAPACITIES = (0.12, 0.25, 0.5)
-LAYERS, EXPERTS, TOP_K = 7, 48, 4  #: of made routings: those of the embedded model
 PROMPTS = (
     "In the beginning God",
     "And Jesus said unto him,",
@@ -43,76 +41,6 @@ PROMPTS = (
     "Hear, O Israel:",
     "And the priest shall",
 )
-Chosen = npt.NDArray[np.int64]
-
-
-def made(tokens: int, seed: int = 0) -> dict[str, Chosen]:
-    """Routings [tokens, layers, k] by name: without structure, or made to hurt some policy."""
-    rng = np.random.default_rng(seed)
-    turn, place = np.arange(tokens)[:, None, None], np.arange(TOP_K)
-    result = {
-        "uniform": _draw(rng, tokens, EXPERTS),
-        "scan": np.tile((turn * TOP_K + place) % EXPERTS, (1, LAYERS, 1)),
-        "flips": np.tile(turn % 2 * TOP_K + place, (1, LAYERS, 1)),
-        "skewed": _skewed(rng, tokens),
-        "stack": _stack(rng, tokens),
-    }
-    for period in (3, 9, 20):
-        result[f"loop of {period}"] = _draw(rng, period, EXPERTS)[np.arange(tokens) % period]
-    for period, wide in ((20, 6), (100, 6), (20, 14), (100, 14)):  # a working set that changes
-        count = -(-tokens // period)
-        sets = np.stack([_shuffled(rng)[:, :wide] for _ in range(count)])
-        inside = _draw(rng, tokens, wide)
-        phases = np.take_along_axis(sets[np.arange(tokens) // period], inside, axis=2)
-        result[f"{wide} for {period}"] = phases
-    fifth = tokens // 5
-    parts = ("loop of 9", "6 for 20", "uniform", "stack", "flips")
-    result["one after the other"] = np.concatenate([result[name][:fifth] for name in parts])
-    return {name: np.sort(chosen, axis=2) for name, chosen in result.items()}
-
-
-def _draw(rng: np.random.Generator, tokens: int, among: int) -> Chosen:
-    return np.argsort(rng.random((tokens, LAYERS, among)), axis=2)[..., :TOP_K]
-
-
-def _shuffled(rng: np.random.Generator) -> Chosen:
-    return np.argsort(rng.random((LAYERS, EXPERTS)), axis=1)
-
-
-def _skewed(rng: np.random.Generator, tokens: int) -> Chosen:
-    """Expert number r of a layer is about 1/r as likely as its first."""
-    keys = rng.gumbel(size=(tokens, LAYERS, EXPERTS)) - np.log(np.arange(1, EXPERTS + 1))
-    ranks = np.argsort(-keys, axis=2)[..., :TOP_K]
-    return np.take_along_axis(np.tile(_shuffled(rng), (tokens, 1, 1)), ranks, axis=2)
-
-
-def _stack(rng: np.random.Generator, tokens: int) -> Chosen:
-    """Recency is all there is: the longer unused, the less likely.  LRU is the best there is."""
-    result = np.empty((tokens, LAYERS, TOP_K), np.int64)
-    for layer in range(LAYERS):
-        stack = rng.permutation(EXPERTS).tolist()
-        for token in range(tokens):
-            depths = np.unique(np.minimum(rng.geometric(0.3, 3 * TOP_K) - 1, EXPERTS - 1))
-            spare = np.setdiff1d(np.arange(EXPERTS), depths)
-            chosen = [stack[depth] for depth in [*depths, *spare][:TOP_K]]
-            stack = chosen + [expert for expert in stack if expert not in chosen]
-            result[token, layer] = chosen
-    return result
-
-
-def made_steps(chosen: Chosen, seed: int = 0) -> list[Step]:
-    """With scores as a router would give them; the near misses mean nothing."""
-    rng = np.random.default_rng(seed)
-    keys = rng.random((*chosen.shape[:2], EXPERTS))
-    np.put_along_axis(keys, chosen, 2 + rng.random(chosen.shape), axis=2)
-    best = np.argsort(-keys, axis=2)[..., : 2 * TOP_K]
-    codes = np.sort(rng.integers(0, 128, best.shape), axis=2)[..., ::-1].astype(np.uint8)
-    codes[..., :TOP_K] += 128
-    return steps(range(1, LAYERS + 1), chosen, best, codes)
-
-
-def recorded(trace: Trace) -> list[Step]:
-    return steps(trace.layers.tolist(), trace.chosen, trace.best, trace.codes)
 
 
 def greedy(tokens: int) -> list[Step]:
@@ -121,29 +49,23 @@ def greedy(tokens: int) -> list[Step]:
 
     with tempfile.TemporaryDirectory() as folder:
         with k3offload.load("nano", context=tokens + 64) as engine:
-            moe = engine.spec.moe
-            assert moe is not None
-            recorder = Recorder(Path(folder) / "t", engine.spec.moe_layers, moe.experts, moe.top_k)
-            engine.hooks.on_route = recorder.on_route
+            record(engine, Path(folder) / "t")
             sampling = k3offload.Sampling(temperature=0, ignore_end=True)
-            for number, prompt in enumerate(PROMPTS):
-                recorder.sequences = [number]
+            for prompt in PROMPTS:
                 with engine.session() as session:
                     session.append(prompt)
                     for _ in session.generate(tokens, sampling):
                         pass
-            recorder.close()
         trace = read_trace(Path(folder) / "t")
-    rows = np.flatnonzero(trace.decode)
-    return steps(trace.layers.tolist(), trace.chosen[rows], trace.best[rows], trace.codes[rows])
+    return list(trace.rows(trace.decode).leases())
 
 
-def _belady(run: Sequence[Step], slots: int) -> CachePolicy:
+def _belady(run: Iterable[Step], slots: int) -> CachePolicy:
     return Belady(run)
 
 
 def compare(
-    run: Sequence[Step], pages: int, policies: dict[str, Callable[[int], CachePolicy]]
+    run: Iterable[Step], pages: int, policies: dict[str, Callable[[int], CachePolicy]]
 ) -> dict[str, Any]:
     """For each capacity: misses of each policy, share of the gap closed, microseconds a request."""
     result: dict[str, Any] = {}
@@ -187,15 +109,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     policies = {name: modules[name].Policy for name in dict.fromkeys(["lru", *given.policy])}
-    pages = LAYERS * EXPERTS
-    runs: list[tuple[str, int, Callable[[], list[Step]]]] = []
+    pages = NANO.layers * NANO.experts
+    runs: list[tuple[str, int, Callable[[], Iterable[Step]]]] = []
     for path in given.trace or [HELD_OUT]:
         trace = read_trace(path)
-        runs.append((path.stem, len(trace.layers) * trace.experts, partial(recorded, trace)))
+        runs.append((path.stem, len(trace.layers) * trace.experts, trace.leases))
     if given.greedy:
         runs.append(("greedy", pages, partial(greedy, given.greedy)))
     if given.made:
-        runs += [(name, pages, partial(made_steps, run)) for name, run in made(2000).items()]
+        made = {name: trace_of(run, NANO.experts) for name, run in patterns(2000).items()}
+        runs += [(name, pages, trace.leases) for name, trace in made.items()]
     for name, count, make in runs:
         figures = compare(make(), count, policies)
         print(json.dumps({name: figures}) if given.json else "\n".join(table(name, figures)))

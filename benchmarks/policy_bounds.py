@@ -2,7 +2,7 @@
 
     python -m benchmarks.policy_bounds [TRACE] [--fit TRACE] [--split N]
 
-TRACE is a folder or file of ``k3offload/trace.py`` (``traces/nano_held_out.npz``).  Its sequences
+TRACE is a folder or file of ``k3offload/trace.py`` (``traces/nano_held_out.zip``).  Its sequences
 are parted in two; every figure is of the second part, from a cold cache, with the same requests
 and leases for all.  Beside LRU, ``reuse`` and Belady's MIN:
 

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -18,12 +19,13 @@ from .checkpoint import Checkpoint
 from .documents import Document
 from .engine_plan import plan_engine
 from .errors import K3Error, SessionError, TooLong, UsageError
+from .hooks import Hooks
 from .kernels.choose import Kernels
 from .kernels.workers import Workers
 from .latents import HomeOf, Ledger
 from .layer_moe import Side
 from .machine import steady_allocator
-from .model import Hooks, Model, Run, Sides
+from .model import Model, Run, Sides
 from .open_device import open_device
 from .options import PREFIX_DISK, Options, Watch
 from .precision import choose_precision
@@ -67,6 +69,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.options = options
         self.hooks = Hooks()
+        self.closing: list[Callable[[], None]] = []  # called when it is closed
         self._watch, self.warn = watch, watch.warn
         self.lock = threading.RLock()
         self._closed = False
@@ -321,9 +324,8 @@ class Engine:
 
         with self.lock:
             self.check_open()
-            self._model.sweep(
-                runs, emit, Hooks(before_layer, self.hooks.on_route, self.hooks.on_ahead)
-            )
+            self.hooks.on_sweep(runs)
+            self._model.sweep(runs, emit, replace(self.hooks, before_layer=before_layer))
 
     # ---- accounts ----
 
@@ -353,6 +355,8 @@ class Engine:
             if not self._closed:
                 self._closed = True
                 with ExitStack() as last_first:  # whatever one of them raises, the others close
+                    for watcher in self.closing:
+                        last_first.callback(watcher)
                     for name in ("weights", "store", "_model", "_workers", "kernels"):
                         last_first.callback(self.__dict__.pop, name, None)
                     last_first.callback(self._workers.close)

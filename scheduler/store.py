@@ -4,9 +4,10 @@ It decides which page lies in which slot; the tier below moves the bytes.  A pag
 loading or absent.  A lease starts its reads when entered and walks through its pages: residents,
 then arrivals as they come; each keeps its slot while it is held.  More than slots come in waves.
 
-The policy is called under the store's lock in the order of the schedule, so that evictions do not
-depend on which read ends first (in waves they do).  A prefetched page that nobody has asked for is
-guarded: no other prefetch evicts it, and a demand only when nothing else is left.
+The policy is called under the store's lock in the order of the schedule, and waves go on in that
+order, so that without prefetches no eviction depends on which read ends first.  A prefetched page
+that nobody has asked for is guarded: no other prefetch evicts it, and a demand only when nothing
+else is left.  ``watch`` hears everything that happens, in the order of the lock.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,33 +26,21 @@ import numpy.typing as npt
 from ..errors import SlotsExhausted
 from ..tiers.base import CachePolicy, Cancelled, PageId, Priority, Ticket, Tier
 from .counts import Counts
+from .lease import NO_PAGE, Event, Lease
 
 MOST = 16  #: pages that a lease hands out at once
 PREFETCH_ROOM = 64  #: prefetched pages waiting to be asked for, if the slots allow that many
 
 #: pages and their slots; on a device these are tensors
 Batch = list[tuple[PageId, Any]]
-
-
-class _Lease:
-    """One caller's walk: what it still has to get and what it holds."""
-
-    def __init__(self, pages: Iterable[PageId], priority: Priority) -> None:
-        self.priority, self.thread = priority, threading.get_ident()
-        self.ready: deque[PageId] = deque()  # pinned, resident, not yet handed out
-        self.coming: set[PageId] = set()  # pinned, loading
-        self.wanted: deque[PageId] = deque(pages)  # neither
-        self.held: list[PageId] = []
-        self.error: BaseException | None = None
-
-    def pinned(self) -> set[PageId]:
-        return {*self.ready, *self.coming, *self.held}
+Watch = Callable[[Event, PageId, int], None]  #: event, page, its bytes where they say something
 
 
 class ExpertStore:
     """``slots`` buffers over ``tier``.  Thread-safe.
 
     ``prefetch_room``: prefetched pages that may wait; else a quarter of the slots, 64 at most.
+    ``change``: how it sleeps, for a tier in simulated time.
     """
 
     def __init__(
@@ -59,6 +49,7 @@ class ExpertStore:
         slots: Sequence[Any],
         policy: CachePolicy,
         prefetch_room: int | None = None,
+        change: threading.Condition | None = None,
     ) -> None:
         if not slots:
             raise SlotsExhausted("An expert store needs at least one slot and got none.")
@@ -75,14 +66,15 @@ class ExpertStore:
         self._free = list(range(len(slots)))[::-1]
         self._slot: dict[PageId, int] = {}  # resident or loading
         self._loading: dict[PageId, Ticket] = {}
-        self._waiting: dict[PageId, list[_Lease]] = {}  # who has a loading page in ``coming``
+        self._waiting: dict[PageId, list[Lease]] = {}  # who has a loading page in ``coming``
         self._pins: dict[PageId, int] = {}
         self._unused: set[PageId] = set()  # prefetched, here or loading, not yet asked for
         self._guarded: dict[PageId, None] = {}  # those of them that may still be; oldest first
         self._idle: set[PageId] = set()  # resident, without pin or guard: what can be evicted
         self._ending = 0  # slots of cancelled reads whose last pieces are still under way
-        self._leases: set[_Lease] = set()
-        self._change = threading.Condition()
+        self._leases: set[Lease] = set()
+        self._change = change or threading.Condition()
+        self.watch: Watch = lambda event, page, size: None  # told under the lock
 
     @property
     def slots(self) -> int:
@@ -128,11 +120,12 @@ class ExpertStore:
         or the end of the block; then reads of this lease alone that have not begun are dropped.
         Raises the tier's ``ReadError``, or ``SlotsExhausted`` if this thread itself holds all.
         """
-        lease = _Lease(dict.fromkeys(pages), priority)
+        lease = Lease(dict.fromkeys(pages), priority)
         walk = self._walk(lease, most)
         try:
             with self._change:
                 self._leases.add(lease)
+                self.watch(Event.LEASE, NO_PAGE, 0)
                 self._take_present(lease)
                 self._start_reads(lease)
             yield walk
@@ -141,14 +134,12 @@ class ExpertStore:
             with self._change:
                 self._drop(lease)
 
-    def _walk(self, lease: _Lease, most: int) -> Generator[Batch, None, None]:
+    def _walk(self, lease: Lease, most: int) -> Generator[Batch, None, None]:
         while True:
             with self._change:
+                self.watch(Event.STEP, NO_PAGE, 0)
                 self._release_held(lease)
-                self._wait_for_pages(lease)
-                limit = min(most, max(1, len(self._slots) // 2)) if lease.wanted else most
-                while lease.ready and len(lease.held) < limit:
-                    lease.held.append(lease.ready.popleft())
+                lease.hold(self._next_pages(lease, most))
                 batch = [(page, self._slots[self._slot[page]]) for page in lease.held]
             if not batch:
                 return
@@ -156,21 +147,26 @@ class ExpertStore:
                 self._handed_out([slot for _, slot in batch])
             yield batch
 
-    def _wait_for_pages(self, lease: _Lease) -> None:
-        """Until a page is ready, or the walk is over."""
+    def _next_pages(self, lease: Lease, most: int) -> list[PageId]:
+        """Waits for pages to hand out; none if the walk is over.  In waves their number and order
+        follow from the lease alone, since what is held cannot be evicted."""
         while True:
             self._start_reads(lease)
             if lease.error is not None:
                 raise lease.error
-            if lease.ready or not (lease.coming or lease.wanted):
-                return
+            if lease.wanted:
+                some = list(islice(lease.order, min(most, max(1, len(self._slots) // 2))))
+                if some and lease.coming.isdisjoint(some):
+                    return some
+            elif lease.ready or not lease.coming:
+                return list(islice(lease.ready, most))
             if not lease.coming:
                 self._refuse_deadlock(lease)
             begin = time.perf_counter()
             self._change.wait()
             self.counts.wait_seconds += time.perf_counter() - begin
 
-    def _take_present(self, lease: _Lease) -> None:
+    def _take_present(self, lease: Lease) -> None:
         """Pin all pages that are resident or loading before any page is evicted."""
         absent = [page for page in lease.wanted if page not in self._slot]
         for page in lease.wanted:
@@ -178,7 +174,7 @@ class ExpertStore:
                 self._take(page, lease)
         lease.wanted = deque(sorted(absent, key=self._tier.order))
 
-    def _take(self, page: PageId, lease: _Lease) -> None:
+    def _take(self, page: PageId, lease: Lease) -> None:
         """A request for a page that has a slot: a hit, or late if it is still loading."""
         self.counts.requests += 1
         if page in self._unused:
@@ -190,13 +186,15 @@ class ExpertStore:
         ticket = self._loading.get(page)
         if ticket is None:
             self.counts.hits += 1
-            lease.ready.append(page)
+            lease.have(page)
+            self.watch(Event.HIT, page, 0)
         else:
             self.counts.late += 1
+            self.watch(Event.LATE, page, 0)
             self._await(page, lease)
             ticket.raise_to(lease.priority)
 
-    def _start_reads(self, lease: _Lease) -> None:
+    def _start_reads(self, lease: Lease) -> None:
         """Read absent pages in order while there are slots."""
         while lease.wanted:
             page = lease.wanted[0]
@@ -214,16 +212,14 @@ class ExpertStore:
             self._await(page, lease)
             self._begin(page, slot, lease.priority)
 
-    def _await(self, page: PageId, lease: _Lease) -> None:
-        lease.coming.add(page)
+    def _await(self, page: PageId, lease: Lease) -> None:
+        lease.await_(page)
         self._waiting.setdefault(page, []).append(lease)
 
-    def _refuse_deadlock(self, lease: _Lease) -> None:
+    def _refuse_deadlock(self, lease: Lease) -> None:
         """Nobody else can free a slot if the calling thread holds them all."""
-        mine: set[PageId] = set()
-        for other in self._leases:
-            if other.thread == lease.thread:
-                mine |= other.pinned()
+        own = (other.pinned() for other in self._leases if other.thread == lease.thread)
+        mine: set[PageId] = set().union(*own)
         if len(mine) >= len(self._slots):
             raise SlotsExhausted(
                 f"All {len(self._slots)} expert slots are leased by the caller that asks for "
@@ -231,14 +227,14 @@ class ExpertStore:
                 f"End the outer lease first, or give {len(mine) + len(lease.wanted)} slots.",
             )
 
-    def _release_held(self, lease: _Lease) -> None:
+    def _release_held(self, lease: Lease) -> None:
         if self._given_back is not None:
             self._given_back([self._slots[self._slot[page]] for page in lease.held])
         for page in lease.held:
             self._unpin(page)
         lease.held.clear()
 
-    def _drop(self, lease: _Lease) -> None:
+    def _drop(self, lease: Lease) -> None:
         """Let go of everything.  What nobody else waits for and has not begun is not read."""
         self._leases.discard(lease)
         self._release_held(lease)
@@ -260,6 +256,7 @@ class ExpertStore:
         """
         started = 0
         with self._change:
+            self.watch(Event.GUESS, NO_PAGE, 0)
             if any(lease.wanted for lease in self._leases):
                 return 0  # pages that someone waits for have no slot yet
             for page in pages:
@@ -279,6 +276,7 @@ class ExpertStore:
         """The requests of ``layer`` are known: what else was prefetched for it is cancelled if it
         has not been read, and otherwise an ordinary page from now on."""
         with self._change:
+            self.watch(Event.DROP, NO_PAGE, 0)
             for page in [page for page in self._guarded if page.layer == layer]:
                 self._unguard(page)
 
@@ -297,6 +295,7 @@ class ExpertStore:
         self.counts.bytes += size
         self.counts.prefetch_bytes += size * guess
         self._policy.insert(page)
+        self.watch(Event.PREFETCH if guess else Event.MISS, page, size)
         self._slot[page] = slot
         try:
             ticket = self._tier.read(page, self._slots[slot], priority)
@@ -316,12 +315,13 @@ class ExpertStore:
         self._guarded.pop(page, None)
         self._unused.discard(page)
         for lease in self._waiting.pop(page, ()):
-            lease.coming.discard(page)
+            lease.lose(page)
         self._policy.forget(page)
 
     def _arrived(self, page: PageId, slot: int, ticket: Ticket, size: int, guess: bool) -> None:
         """A read has ended, on a thread of the tier or inside a call of ours."""
         with self._change:
+            self.watch(Event.ENDED if ticket.error is None else Event.FAILED, page, ticket.landed)
             if isinstance(ticket.error, Cancelled):
                 self.counts.bytes -= size - ticket.landed
                 self.counts.prefetch_bytes -= (size - ticket.landed) * guess
@@ -333,13 +333,12 @@ class ExpertStore:
                 if page not in self._pins and page not in self._guarded:
                     self._idle.add(page)
                 for lease in self._waiting.pop(page, ()):
-                    lease.coming.discard(page)
-                    lease.ready.append(page)
+                    lease.have(page)
             else:
                 self._free.append(slot)
                 self._pins.pop(page, None)
                 for lease in self._waiting.pop(page, ()):
-                    lease.coming.discard(page)
+                    lease.lose(page)
                     lease.error = lease.error or ticket.error
                 self._forget(page)
             self._change.notify_all()
@@ -377,15 +376,15 @@ class ExpertStore:
 
     def _evict(self, choice: Collection[PageId]) -> int:
         page = self._policy.evict(lambda page: page not in choice)
+        self.watch(Event.EVICTED, page, 0)
         self._idle.discard(page)
         self._guarded.pop(page, None)
         self._count_wasted(page)
         return self._slot.pop(page)
 
     def _count_wasted(self, page: PageId) -> None:
-        if page in self._unused:
-            self._unused.discard(page)
-            self.counts.wasted += 1
+        self.counts.wasted += page in self._unused
+        self._unused.discard(page)
 
     def _pin(self, page: PageId) -> None:
         self._pins[page] = self._pins.get(page, 0) + 1

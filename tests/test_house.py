@@ -32,12 +32,13 @@ GROUPS = {
     "batch_file batch_index batch_lines batch_records batch_states",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "arena device_latents latents device_trunk fetch ring state weights",
-    "model": "adaptive model layer_kda layer_mla layer_moe stream",
+    "model": "adaptive hooks model layer_kda layer_mla layer_moe stream",
     "session": "prefix_folder prefixes session session_identity session_load session_manifest "
     "session_save",
     "engine": "accelerator batch choose_label device_warmup devices open_device engine engine_plan "
     "loading budget budget_kernels generate options plan_text spilling turns warmup",
-    "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report trace",
+    "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report",
+    "trace": "trace trace_import trace_made trace_record",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
     "rates",
@@ -60,11 +61,12 @@ ALLOWED = {
     "session": "model state spec data tiers scheduler kernels",
     "engine": "session model state spec data tiers scheduler kernels",
     "edge": "engine session state spec data tiers scheduler kernels tiny",
+    "trace": "engine session model state spec data tiers scheduler kernels",
     "packing": "edge spec data tiers kernels state",
     "planning": "edge engine session model state spec data tiers scheduler kernels",
-    "command": "edge engine session model state spec data tiers scheduler kernels",
-    "cli": "command packing planning edge engine session state spec data tiers scheduler kernels "
-    "tiny root",
+    "command": "edge trace engine session model state spec data tiers scheduler kernels",
+    "cli": "command packing planning edge trace engine session state spec data tiers scheduler "
+    "kernels tiny root",
     "root": "cli edge engine session state spec data tiers scheduler kernels",
 }
 LONELY = ("edge",)  # files of these groups never import one another
@@ -92,6 +94,9 @@ TORCH_FREE_EDGES = [
     "plan_report",
     "plan_text",
     "rates",
+    "trace",
+    "trace_import",
+    "trace_made",
 ]
 KERNELS_MAY = {"torch", "triton", "numpy", "k3offload"}
 
