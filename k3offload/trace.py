@@ -49,6 +49,7 @@ import numpy.typing as npt
 from .errors import UsageError
 from .scheduler.hints import NEAR, Codes, spread
 from .scheduler.replay import Leases
+from .scheduler.replay_timed import Guessed
 from .session_manifest import need_zarr
 
 FORMAT, VERSION = "k3offload trace", 2
@@ -114,6 +115,12 @@ class Trace:
             self.layers.tolist(), self.best[..., : self.top_k], self.sweep,
             (self.best, self.codes), self.decode, self.order,
         )  # fmt: skip
+
+    @property
+    def guessed(self) -> Guessed:
+        """What predictors are told in replay."""
+        names = ("ahead_best", "ahead_codes", "latent")
+        return Guessed(*(self.more.get(name) for name in names))
 
     @property
     def digest(self) -> str:

@@ -18,8 +18,8 @@ class Event(IntEnum):
     The first five concern a page: a request that found it, joined its read or began one, or a
     guess that began one; and that it had to leave.  ``ENDED`` and ``FAILED`` (also: cancelled) end
     its read.  The others are calls of the store as they begin, so that what ended before a call
-    is known from what ended after it; ``ASKED``: the predictor is about to be, at the end of one
-    layer (the page's layer) about the next (its expert).
+    is known from what ended after it.  ``TAKEN``: a step hands out its pages.  ``ASKED``: the
+    predictor is about to be, at the end of a layer (that of the page) about the next (its expert).
     """
 
     HIT = 0
@@ -34,6 +34,7 @@ class Event(IntEnum):
     GUESS = 9
     DROP = 10
     ASKED = 11
+    TAKEN = 12
 
 
 class Lease:

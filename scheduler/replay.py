@@ -37,6 +37,7 @@ class Step(NamedTuple):
     pages: Sequence[PageId]
     rows: Sequence[Row] = ()
     order: Callable[[PageId], int] | None = None
+    at: tuple[int, int, int] = (0, 0, 0)  #: its rows, from and to, and the number of its layer
 
 
 class Leases:
@@ -62,7 +63,7 @@ class Leases:
         ends = np.arange(1, count) if sweep is None else np.flatnonzero(np.diff(sweep)) + 1
         self._bounds = [0, *ends.tolist(), count] if count else [0]
         self._hears = np.ones(count, bool) if decode is None else decode
-        experts = order.shape[1] if order is not None else int(chosen.max(initial=-1)) + 1
+        experts = int(chosen.max()) + 1 if order is None else order.shape[1]
         self._pages = [[PageId(la, e) for e in range(experts)] for la in self.layers]
         self._order: list[Callable[[PageId], int] | None] = [None] * len(self.layers)
         for place, row in enumerate(() if order is None else order):
@@ -102,12 +103,45 @@ class Leases:
                     numbers = np.unique(self._chosen[begin:end, place]).tolist()
                 rows = self._rows(begin, end, place) if hears else ()
                 some = [pages[number] for number in numbers]
-                yield Step(self.layers[place], some, rows, self._order[place])
+                at_rows = (begin, end, place)
+                yield Step(self.layers[place], some, rows, self._order[place], at_rows)
 
     def _rows(self, begin: int, end: int, place: int) -> Sequence[Row]:
-        assert self._told is not None
-        best, codes = (of[begin:end, place] for of in self._told)
-        return tuple(zip(best.astype(np.int64), codes, strict=True))
+        told = self.told(begin, end, place)
+        return () if told is None else tuple(zip(*told, strict=True))
+
+    @property
+    def top_k(self) -> int:
+        return int(self._chosen.shape[2])
+
+    @property
+    def experts(self) -> int:
+        """Of a layer."""
+        return len(self._pages[0])
+
+    @property
+    def first(self) -> PageId:
+        return self._pages[0][0]
+
+    @property
+    def orders(self) -> dict[int, Callable[[PageId], int] | None]:
+        """Sort keys of pages by layer."""
+        return dict(zip(self.layers, self._order, strict=True))
+
+    def decodes(self, begin: int, end: int) -> bool:
+        """Whether a sweep of these rows only decodes."""
+        return bool(self._hears[begin:end].all())
+
+    def chosen(self, begin: int, end: int, place: int) -> Experts:
+        """[rows, k], by rising number."""
+        return np.sort(self._chosen[begin:end, place], axis=1).astype(np.int64)
+
+    def told(self, begin: int, end: int, place: int) -> tuple[Experts, Scores] | None:
+        """What the policy hears of these rows."""
+        if self._told is None:
+            return None
+        best, codes = self._told
+        return best[begin:end, place].astype(np.int64), codes[begin:end, place]
 
 
 def _placed(places: list[int]) -> Callable[[PageId], int]:

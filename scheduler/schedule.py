@@ -97,6 +97,10 @@ class Schedule:
             best = nearest(quantise(scores, self._top_k), self._top_k)
             codes = spread(*best, scores.shape[1])
         self.guess(layer, next_layer, codes, latent)
+        self.answered()
+
+    def answered(self) -> None:
+        """What ``asks`` allowed has been done."""
         if self._trial:
             self._trial.answered()
 

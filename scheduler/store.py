@@ -140,6 +140,7 @@ class ExpertStore:
                 self.watch(Event.STEP, NO_PAGE, 0)
                 self._release_held(lease)
                 lease.hold(self._next_pages(lease, most))
+                self.watch(Event.TAKEN, NO_PAGE, 0)
                 batch = [(page, self._slots[self._slot[page]]) for page in lease.held]
             if not batch:
                 return
