@@ -285,6 +285,21 @@ def read_trace(path: str | Path, parts: Sequence[str] = PARTS) -> Trace:
         ) from error
 
 
+def facts(trace: Trace) -> dict[str, Any]:
+    """What ``trace`` holds, in numbers."""
+    run = trace.leases()
+    parts = sorted({name.partition("_")[0] for name in trace.more})
+    return {
+        "digest": trace.digest, "source": trace.source, "about": dict(trace.about),
+        "rows": len(trace.best), "decode_rows": int(trace.decode.sum()),
+        "sweeps": len(set(trace.sweep.tolist())), "sequences": len(set(trace.sequence.tolist())),
+        "layers": len(trace.layers), "experts": trace.experts, "top_k": trace.top_k,
+        "near": trace.best.shape[2] - trace.top_k, "page_bytes": trace.page_bytes,
+        "requests": sum(len(step.pages) for step in run.steps(False)), "distinct": run.distinct,
+        "parts": parts + ["tiers"] * bool(trace.events),
+    }  # fmt: skip
+
+
 def _read(array: Any, rows: int) -> Array:
     if array.shape[0] < rows or array.nchunks_initialized * array.chunks[0] < rows:
         raise ValueError(f"chunks of {array.basename} are missing")

@@ -84,7 +84,7 @@ def _lines(path: Path) -> Iterator[tuple[int, tuple[int, int, int, list[int]]]]:
     except KeyError as error:
         _refuse(path, number, f"it has no {error.args[0]!r}, one of {', '.join(COLUMNS)}")
     except (ValueError, TypeError, csv.Error, RecursionError) as error:
-        _refuse(path, number + (path.suffix.lower() != ".csv"), str(error))
+        _refuse(path, number, str(error))
 
 
 def _checked(row: dict[str, Any]) -> tuple[int, int, int, list[int]]:

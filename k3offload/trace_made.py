@@ -5,6 +5,7 @@ Knows traces and numbers, no engine.  ``trace_fit.py`` makes routing that is lik
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from .scheduler.hints import NEAR, nearest, quantise
 from .trace import Trace, Writer
 
 Chosen = npt.NDArray[np.int64]
+Rng = np.random.Generator
 
 
 class Size(NamedTuple):
@@ -26,52 +28,70 @@ class Size(NamedTuple):
 
 
 NANO = Size()
+Made = Callable[[Rng, int, Size], Chosen]
 
 
-def patterns(tokens: int, size: Size = NANO, seed: int = 0) -> dict[str, Chosen]:
-    """Routings [tokens, layers, k] by name."""
-    rng, k = np.random.default_rng(seed), size.top_k
-    turn, place = np.arange(tokens)[:, None, None], np.arange(k)
-    across = (1, size.layers, 1)
-    result = {
-        "uniform": _draw(rng, tokens, size),
-        "scan": np.tile((turn * k + place) % size.experts, across),
-        "flips": np.tile(turn % 2 * k + place, across),
-        "skewed": _skewed(rng, tokens, size),
-        "stack": _stack(rng, tokens, size),
-    }
-    for period in (3, 9, 20):
-        result[f"loop of {period}"] = _draw(rng, period, size)[np.arange(tokens) % period]
-    for period, wide in ((20, k + 2), (100, k + 2), (20, 3 * k + 2), (100, 3 * k + 2)):
-        count = -(-tokens // period)  # a working set that changes
-        sets = np.stack([_shuffled(rng, size)[:, :wide] for _ in range(count)])
-        inside = _draw(rng, tokens, size._replace(experts=wide))
-        phases = np.take_along_axis(sets[np.arange(tokens) // period], inside, axis=2)
-        result[f"{wide} for {period}"] = phases
-    fifth = tokens // 5
-    parts = ("loop of 9", f"{k + 2} for 20", "uniform", "stack", "flips")
-    result["one after the other"] = np.concatenate([result[name][:fifth] for name in parts])
-    return {name: np.sort(chosen, axis=2) for name, chosen in result.items()}
+def pattern(name: str, tokens: int, size: Size = NANO, seed: int = 0) -> Chosen:
+    """Routing [tokens, layers, k] of one of ``PATTERNS``."""
+    rng = np.random.default_rng([seed, list(PATTERNS).index(name)])
+    return np.sort(PATTERNS[name](rng, tokens, size), axis=2)
 
 
-def _draw(rng: np.random.Generator, tokens: int, size: Size) -> Chosen:
-    drawn = rng.random((tokens, size.layers, size.experts), np.float32)
-    return np.argpartition(drawn, size.top_k - 1, axis=2)[..., : size.top_k]
+def _draw(rng: Rng, tokens: int, size: Size) -> Chosen:
+    """Without structure."""
+    return _best(rng, tokens, size, np.zeros(size.experts, np.float32))
 
 
-def _shuffled(rng: np.random.Generator, size: Size) -> Chosen:
+def _best(rng: Rng, tokens: int, size: Size, log_odds: npt.NDArray[np.float32]) -> Chosen:
+    """Places drawn without putting back, with these odds."""
+    result = np.empty((tokens, size.layers, size.top_k), np.int64)
+    for row in range(tokens):
+        keys = log_odds - np.log(rng.standard_exponential((size.layers, size.experts), np.float32))
+        result[row] = np.argpartition(-keys, size.top_k - 1, axis=1)[:, : size.top_k]
+    return result
+
+
+def _shuffled(rng: Rng, size: Size) -> Chosen:
     return np.argsort(rng.random((size.layers, size.experts)), axis=1)
 
 
-def _skewed(rng: np.random.Generator, tokens: int, size: Size) -> Chosen:
+def _scan(rng: Rng, tokens: int, size: Size) -> Chosen:
+    turn, place = np.arange(tokens)[:, None, None], np.arange(size.top_k)
+    return np.tile((turn * size.top_k + place) % size.experts, (1, size.layers, 1))
+
+
+def _flips(rng: Rng, tokens: int, size: Size) -> Chosen:
+    return _scan(rng, tokens, size)[np.arange(tokens) % 2]
+
+
+def _loop(period: int) -> Made:
+    return lambda rng, tokens, size: _draw(rng, period, size)[np.arange(tokens) % period]
+
+
+def _phases(period: int, times: int) -> Made:
+    """A working set of ``times`` what a token needs, and two, that changes."""
+
+    def made(rng: Rng, tokens: int, size: Size) -> Chosen:
+        wide, count = times * size.top_k + 2, -(-tokens // period)
+        sets = np.stack([_shuffled(rng, size)[:, :wide] for _ in range(count)])
+        inside = _draw(rng, tokens, size._replace(experts=wide))
+        return np.take_along_axis(sets[np.arange(tokens) // period], inside, axis=2)
+
+    return made
+
+
+def _skewed(rng: Rng, tokens: int, size: Size) -> Chosen:
     """Expert number r of a layer is about 1/r as likely as its first."""
-    keys = rng.gumbel(size=(tokens, size.layers, size.experts))
-    keys -= np.log(np.arange(1, size.experts + 1))
-    ranks = np.argsort(-keys, axis=2)[..., : size.top_k]
-    return np.take_along_axis(np.tile(_shuffled(rng, size), (tokens, 1, 1)), ranks, axis=2)
+    ranks = _best(rng, tokens, size, -np.log(np.arange(1, size.experts + 1, dtype=np.float32)))
+    return np.take_along_axis(_shuffled(rng, size)[None], ranks, axis=2)
 
 
-def _stack(rng: np.random.Generator, tokens: int, size: Size) -> Chosen:
+def _in_turn(rng: Rng, tokens: int, size: Size) -> Chosen:
+    parts = ("loop of 9", "narrow for 20", "uniform", "stack", "flips")
+    return np.concatenate([PATTERNS[name](rng, -(-tokens // 5), size) for name in parts])[:tokens]
+
+
+def _stack(rng: Rng, tokens: int, size: Size) -> Chosen:
     """Recency is all there is: the longer unused, the less likely.  LRU is the best there is."""
     result = np.empty((tokens, size.layers, size.top_k), np.int64)
     for layer in range(size.layers):
@@ -84,6 +104,23 @@ def _stack(rng: np.random.Generator, tokens: int, size: Size) -> Chosen:
             stack = chosen + [expert for expert in stack if expert not in chosen]
             result[token, layer] = chosen
     return result
+
+
+PATTERNS: dict[str, Made] = {
+    "uniform": _draw,
+    "scan": _scan,
+    "flips": _flips,
+    "skewed": _skewed,
+    "stack": _stack,
+    "loop of 3": _loop(3),
+    "loop of 9": _loop(9),
+    "loop of 20": _loop(20),
+    "narrow for 20": _phases(20, 1),
+    "narrow for 100": _phases(100, 1),
+    "wide for 20": _phases(20, 3),
+    "wide for 100": _phases(100, 3),
+    "one after the other": _in_turn,
+}
 
 
 def trace_of(chosen: Chosen, experts: int, seed: int = 0, page_bytes: int = 1) -> Trace:

@@ -42,9 +42,10 @@ GROUPS = {
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
     "rates",
-    "command": "damage evaluate_append evaluate_recall run_batch run_generate run_logits",
+    "command": "bench_policies damage evaluate_append evaluate_recall run_batch run_generate "
+    "run_logits",
     "cli": "cli cli_batch cli_bench cli_damage cli_evaluate cli_kernels cli_model cli_open "
-    "cli_options cli_pack cli_plan cli_run",
+    "cli_options cli_pack cli_plan cli_run cli_trace",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.
@@ -74,6 +75,7 @@ LONELY = ("edge",)  # files of these groups never import one another
 UPWARDS = {("session", "k3offload.generate")}
 TORCH_FREE = ("leaf", "spec", "data", "tiny", "scheduler")
 TORCH_FREE_EDGES = [
+    "bench_policies",
     "bench_read",
     "budget",
     "check",

@@ -25,7 +25,7 @@ from k3offload.scheduler.store import ExpertStore
 from k3offload.tiers.base import CachePolicy, PageId
 from k3offload.tiers.tier_made import MadeTier
 from k3offload.trace import read_trace
-from k3offload.trace_made import NANO, patterns, trace_of
+from k3offload.trace_made import NANO, PATTERNS, pattern, trace_of
 
 GOLDEN = Path(__file__).with_name("golden")
 POLICIES: dict[str, Callable[[int], CachePolicy]] = {
@@ -149,7 +149,7 @@ def closed(run: Sequence[Step], make: Callable[[int], CachePolicy], slots: int) 
     ("name", "shares"), [("natural", (0.2, 0.18, 0.18)), ("greedy", (0.45, 0.45, 0.24))]
 )
 def test_reuse_closes_the_gap_to_belady(name: str, shares: tuple[float, ...]) -> None:
-    """From the first token on; benchmarks/policies.py has the figures of longer runs."""
+    """From the first token on; ``bench policies`` has the figures of longer runs."""
     for slots, share in zip(SLOTS, shares, strict=True):
         assert closed(golden(name), Reuse, slots) > share
 
@@ -160,12 +160,9 @@ def test_the_router_is_what_makes_the_difference() -> None:
     assert closed(unheard, Reuse, 84) < 0.12
 
 
-MADE = patterns(320)
-
-
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", PATTERNS)
 def test_reuse_is_never_worse_than_lru(name: str) -> None:
-    run = list(trace_of(MADE[name], NANO.experts).leases())
+    run = list(trace_of(pattern(name, 320), NANO.experts).leases())
     for slots in SLOTS[:2]:
         assert replay(run, Reuse(slots), slots).misses <= replay(run, Lru(slots), slots).misses
 
