@@ -28,6 +28,7 @@ def add_to(app: typer.Typer) -> None:
     trace.command("info")(info)
     trace.command("import")(import_)
     trace.command("make")(make)
+    trace.command("like")(like)
     app.add_typer(trace, name="trace")
 
 
@@ -76,8 +77,15 @@ def make(
     top_k: Annotated[int, typer.Option(help="Experts chosen.")] = 4,
     page_bytes: PageBytes = "1",
     seed: int = 0,
+    skew: Annotated[float, typer.Option(help="Of kind drawn: how unequally popular.")] = 0.0,
+    topic: Annotated[float, typer.Option(help="How much a sequence has its own.")] = 0.0,
+    short: Annotated[float, typer.Option(help="Those of the last tokens again.")] = 0.0,
+    long: Annotated[float, typer.Option(help="Those of the last dozens again.")] = 0.0,
+    link: Annotated[float, typer.Option(help="Those that the layer above points to.")] = 0.0,
 ) -> None:
     """Make a trace of one KIND of routing that no model made."""
+    from .trace import new_folder
+    from .trace_like import Likeness, drawn
     from .trace_made import PATTERNS, Size, pattern, trace_of
 
     at_least_one(("--tokens", tokens), ("--layers", layers), ("--top-k", top_k))
@@ -86,10 +94,46 @@ def make(
             f"{tokens} tokens choose {top_k} of {experts} experts.",
             "Take 5 tokens or more, and more than four times as many experts as are chosen.",
         )
-    if kind not in PATTERNS:
-        raise UsageError(f"There is no pattern {kind!r}.", f"Use {', '.join(map(repr, PATTERNS))}.")
-    made = pattern(kind, tokens, Size(layers, experts, top_k), seed)
+    new_folder(out)
+    size, likeness = Size(layers, experts, top_k), Likeness(skew, topic, short, long, link)
+    if kind == "drawn":
+        _write(out, drawn(likeness, size, [tokens], seed, parse_size(page_bytes)))
+        return
+    if kind not in PATTERNS or any(likeness):
+        known = ", ".join(map(repr, (*PATTERNS, "drawn")))
+        raise UsageError(
+            f"There is no such pattern as {kind!r}.",
+            f"Use {known}; --skew and so on with the last.",
+        )
+    made = pattern(kind, tokens, size, seed)
     _write(out, trace_of(made, experts, seed, parse_size(page_bytes)))
+
+
+def like(
+    trace: Place,
+    out: Out,
+    tokens: Annotated[int | None, typer.Option("-n", "--tokens", help="As TRACE if unset.")] = None,
+    seed: int = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Make a trace like TRACE: fitted to the first half of its sequences."""
+    from .trace import new_folder, read_trace
+    from .trace_like import drawn_like
+
+    at_least_one(("--tokens", tokens))
+    new_folder(out)
+    found, report = drawn_like(read_trace(trace, []), tokens, seed)
+    _write(out, found)
+    if as_json:
+        write_out(json.dumps(report))
+        return
+    for name in ("capacities", "recorded", "drawn", "held_out", "held_out_drawn"):
+        write_out(f"{name:<15}" + "".join(f"{value:>8.1%}" for value in report[name]))
+    write_out(
+        f"the farthest of the LRU miss curve: {report['farthest']:.2%} of requests, "
+        f"{report['held_out_farthest']:.2%} on the held-out half\n"
+        + ", ".join(f"{name} {value:g}" for name, value in report["likeness"].items())
+    )
 
 
 def _write(out: Path, trace: Trace) -> None:

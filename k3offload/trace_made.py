@@ -46,7 +46,8 @@ def _best(rng: Rng, tokens: int, size: Size, log_odds: npt.NDArray[np.float32]) 
     """Places drawn without putting back, with these odds."""
     result = np.empty((tokens, size.layers, size.top_k), np.int64)
     for row in range(tokens):
-        keys = log_odds - np.log(rng.standard_exponential((size.layers, size.experts), np.float32))
+        drawn = rng.standard_exponential((size.layers, size.experts), np.float32)
+        keys = log_odds - np.log(np.maximum(drawn, np.float32(1e-20)))
         result[row] = np.argpartition(-keys, size.top_k - 1, axis=1)[:, : size.top_k]
     return result
 

@@ -38,7 +38,7 @@ GROUPS = {
     "engine": "accelerator batch choose_label device_warmup devices open_device engine engine_plan "
     "loading budget budget_kernels generate options plan_text spilling turns warmup",
     "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report",
-    "trace": "trace trace_import trace_made trace_record",
+    "trace": "trace trace_import trace_like trace_made trace_record",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
     "rates",
@@ -98,6 +98,7 @@ TORCH_FREE_EDGES = [
     "rates",
     "trace",
     "trace_import",
+    "trace_like",
     "trace_made",
 ]
 KERNELS_MAY = {"torch", "triton", "numpy", "k3offload"}
