@@ -117,7 +117,8 @@ def linked(trace: Trace) -> float:
                 usual += np.isin(here, np.argpartition(-times, k - 1)[:k]).sum()
             together[above[:, None], here] += 1
             times[here] += 1
-    return float(right - usual) / max(1, (tokens - tokens // 2) * (layers - 1) * k)
+    asked = max(1, (tokens - tokens // 2) * (layers - 1) * k)
+    return float((right - usual) / asked)
 
 
 def popularity(trace: Trace) -> float:
@@ -140,7 +141,8 @@ def fit(trace: Trace, seed: int = 0) -> tuple[Likeness, dict[str, Any]]:
     def far(likeness: Likeness, draw: int) -> float:
         found = _signs(drawn(likeness, size, lengths, draw))
         off = [abs(a - b) for a, b in zip(found, wanted, strict=True)]
-        return float(sum(off) + sum(off[: len(SHARES)]))
+        result: float = sum(off) + sum(off[: len(SHARES)])
+        return result
 
     best, least = START, far(START, seed)
     for factors in FACTORS:
