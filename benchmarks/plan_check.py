@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import k3offload
-from benchmarks.run import ROOT, machine
+from benchmarks.run import ROOT
 from k3offload.bench_read import read_rate
 from k3offload.checkpoint import Checkpoint
 from k3offload.engine import Engine
 from k3offload.forecast import Setup, decode, prefill
 from k3offload.machine import default_threads
+from k3offload.machine import facts as machine
 from k3offload.make_tiny import make_tiny
 from k3offload.measure import measure
 from k3offload.rates import Rates

@@ -2,7 +2,7 @@
 
     python -m benchmarks.policy_bounds [TRACE] [--fit TRACE] [--split N]
 
-TRACE is a folder or file of ``k3offload/trace.py`` (``traces/nano_held_out.npz``).  Its sequences
+TRACE is a folder or file of ``k3offload/trace.py`` (``traces/nano_held_out.zip``).  Its sequences
 are parted in two; every figure is of the second part, from a cold cache, with the same requests
 and leases for all.  Beside LRU, ``reuse`` and Belady's MIN:
 
@@ -29,15 +29,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.policies import CAPACITIES, HELD_OUT
 from benchmarks.policy_fit import F32, KEEPS, Fit, Part, at, distance, online_values, part_of
-from benchmarks.run import machine, note
+from benchmarks.run import note
 from k3offload import registry
+from k3offload.machine import facts as machine
 from k3offload.scheduler.belady import Belady
 from k3offload.scheduler.replay import replay
 from k3offload.tiers.base import CachePolicy, PageId
 from k3offload.trace import Trace, read_trace
 
+HELD_OUT = Path(__file__).with_name("traces") / "nano_held_out.zip"
+CAPACITIES = (0.12, 0.25, 0.5)
 LOOK = (0, 1, 2, 4, 8, 16, 32)  #: tokens that oracles see ahead
 GOAL = 0.4  #: share of the gap between LRU and Belady that was asked for
 SURE = np.float32(1e6)  #: worth of what an oracle sees, less the steps to it; above every rank

@@ -12,14 +12,14 @@ the value that the online model of ``reuse`` has learned by then.  Two models: a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from k3offload.scheduler.replay import Step, steps
+from k3offload.scheduler.replay import Step
 from k3offload.scheduler.reuse import Reuse
 from k3offload.trace import Trace
 
@@ -53,14 +53,12 @@ class Part:
         return count, layers, experts
 
     def leases(self) -> list[Step]:
-        t = self.trace
-        return steps(t.layers.tolist(), t.chosen, t.best, t.codes)
+        return list(self.trace.leases())
 
 
 def part_of(trace: Trace, reuse: F32, rows: npt.NDArray[np.bool_]) -> Part:
     """The rows of ``trace`` in the mask; ``reuse`` [T + 1, L, E] is of the whole trace."""
-    by_row = [f.name for f in fields(Trace) if f.name not in ("layers", "experts", "top_k")]
-    own = replace(trace, **{name: getattr(trace, name)[rows] for name in by_row})
+    own = trace.rows(rows)
     used = np.zeros((*own.chosen.shape[:2], own.experts), bool)
     np.put_along_axis(used, own.chosen.astype(np.int64), True, axis=2)
     first = int(np.flatnonzero(rows)[0])

@@ -3,7 +3,7 @@
     python benchmarks/predictors.py [TRACE] [--fit TRACE] [--predict NAME ...] [--policy NAME]
 
 TRACE is a folder or file of ``k3offload/trace.py``; each of its rows counts as one decode sweep.
-Without it, ``traces/nano_held_out.npz``: the embedded model decoding 6,645 tokens of eight Bible
+Without it, ``traces/nano_held_out.zip``: the embedded model decoding 6,645 tokens of eight Bible
 chapters that it was not trained on, written by ``record_routing.py``.
 Pages guessed for a layer are read before its requests, as far as the store would let them.  Prints
 one JSON object: for each capacity (share of all experts) and predictor
@@ -37,7 +37,7 @@ from k3offload.scheduler.store import PREFETCH_ROOM
 from k3offload.tiers.base import CachePolicy, PageId
 from k3offload.trace import Trace, read_trace
 
-HELD_OUT = Path(__file__).with_name("traces") / "nano_held_out.npz"
+HELD_OUT = Path(__file__).with_name("traces") / "nano_held_out.zip"
 CAPACITIES = (0.12, 0.25, 0.5)
 Watch = Callable[
     [int, int, Callable[[PageId], bool]], None
@@ -123,8 +123,8 @@ def simulate(
             predictor.learn(layer, chosen[None])
             cache.policy.note(layer, trace.best[row, place], trace.codes[row, place])
             cache.demand([PageId(layer, expert) for expert in chosen.tolist()])
-            if trace.latent.shape[2]:
-                latent = trace.latent[row, place, None].astype(np.float32)
+            if "latent" in trace.more:
+                latent = trace.more["latent"][row, place, None].astype(np.float32)
     return cache
 
 
@@ -146,7 +146,7 @@ def by_rank(trace: Trace, predictor: Predictor, cache: Cache) -> dict[str, list[
     def watch(row: int, place: int, absent: Callable[[PageId], bool]) -> None:
         chosen = set(trace.chosen[row, place].tolist())
         layer = int(trace.layers[place])
-        for rank, expert in enumerate(trace.ahead_best[row, place, : trace.top_k].tolist()):
+        for rank, expert in enumerate(trace.more["ahead_best"][row, place, : trace.top_k].tolist()):
             for kind in (0, 1) if absent(PageId(layer, expert)) else (0,):
                 total[kind, place, rank] += 1
                 right[kind, place, rank] += expert in chosen
@@ -209,8 +209,8 @@ def main() -> None:
         if given.fit:
             seen = read_trace(given.fit)
             path = str(Path(folder) / "fit.npz")
-            save_fit(path, fit(seen.layers.tolist(), seen.latent, seen.dense()))
-        trace = read_trace(given.trace).head(given.rows)
+            save_fit(path, fit(seen.layers.tolist(), seen.more["latent"], seen.dense()))
+        trace = read_trace(given.trace).rows(slice(given.rows))
         facts = {"rows": len(trace.chosen), "policy": given.policy, "window": given.window}
         result = compare(trace, given.predict, policy, path, given.window)
         print(json.dumps({**facts, "capacity": result}, indent=1))

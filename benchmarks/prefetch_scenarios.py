@@ -35,9 +35,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import k3offload
-from benchmarks.policies import PROMPTS
-from benchmarks.run import machine, note
+from benchmarks.run import note
 from benchmarks.stream import decode, need_room
+from k3offload.machine import facts as machine
 from k3offload.make_tiny import make_tiny
 from k3offload.scheduler.counts import Counts
 from k3offload.session import Session
@@ -47,6 +47,18 @@ CONTEXT = 4096
 TURNS = {"even": 4, "nano": 16}  #: sweeps of a turn: short, so that the two are close in time
 WARM = 16  #: turns of each engine that are not measured
 CYCLE = 4  #: tokens that are repeated in "fits"
+
+
+PROMPTS = (
+    "In the beginning God",
+    "And Jesus said unto him,",
+    "The LORD is my",
+    "And it came to pass in those days, that",
+    "Blessed are they that",
+    "Now these are the names of the children of",
+    "Hear, O Israel:",
+    "And the priest shall",
+)
 
 
 class Scenario(NamedTuple):

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import k3offload
-from k3offload.trace import Recorder
+from k3offload.trace_record import record as record_trace
 
 
 def record(out: Path, texts: list[str], model: str, tokens: int) -> int:
@@ -22,15 +22,9 @@ def record(out: Path, texts: list[str], model: str, tokens: int) -> int:
     with k3offload.load(model, context=tokens) as engine:
         experts = engine.plan.experts * engine.plan.slot_bytes
     with k3offload.load(model, context=tokens, cache=experts // 4, predict="router") as engine:
-        moe = engine.spec.moe
-        if moe is None:
-            raise SystemExit(f"{model} has no experts to route to.")
-        recorder = Recorder(out, engine.spec.moe_layers, moe.experts, moe.top_k)
-        engine.hooks.on_route = recorder.on_route
-        engine.hooks.on_ahead = recorder.on_ahead
+        record_trace(engine, out, ("ahead",))
         count = 0
-        for number, text in enumerate(texts):
-            recorder.sequences = [number]
+        for text in texts:
             ids = engine.encode(text)[:tokens]
             with engine.session() as session:
                 session.append(ids[:1])
@@ -40,7 +34,6 @@ def record(out: Path, texts: list[str], model: str, tokens: int) -> int:
                     session.logits()
             count += len(ids)
             print(f"{count} tokens", file=sys.stderr)
-        recorder.close()
     return count
 
 

@@ -10,11 +10,8 @@ machine and one moment; the ratios are what counts.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import re
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 
 import k3offload
 from k3offload.engine import Engine
+from k3offload.machine import facts as machine
 from k3offload.machine import peak_rss
 from k3offload.make_tiny import make_tiny
 
@@ -47,25 +45,6 @@ def measure(engine: Engine) -> dict[str, float]:
         "decode_bytes_per_token": (last.bytes - after.bytes) / NEW,
         "decode_wait_share": (last.wait_seconds - after.wait_seconds) / (end - prefilled),
     }
-
-
-def machine() -> dict[str, str]:
-    """Processor, commit and date, for the result line."""
-    try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip()
-    except OSError:
-        commit = ""
-    name = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor() or platform.machine(),
-    )
-    return {"cpu": name, "commit": commit, "date": datetime.date.today().isoformat()}
 
 
 def run(size: str, folder: Path) -> dict[str, Any]:

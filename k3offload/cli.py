@@ -24,6 +24,7 @@ from . import (
     cli_pack,
     cli_plan,
     cli_run,
+    cli_trace,
 )
 from .errors import K3Error, UsageError
 from .paths import show_path
@@ -47,6 +48,7 @@ for commands in (
     cli_bench,
     cli_kernels,
     cli_evaluate,
+    cli_trace,
 ):
     commands.add_to(app)
 

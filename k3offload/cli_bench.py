@@ -1,14 +1,16 @@
-"""The command ``bench read``: parse, call, print."""
+"""The commands ``bench read`` and ``bench policies``: parse, call, print."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .cli_options import AsJson, Model
-from .config import show_size
+from . import __version__
+from .cli_options import AsJson, Model, at_least_one
+from .config import parse_size, show_size
 from .errors import UsageError
 from .find import find_model
 from .progress import Progress, write_out
@@ -22,11 +24,12 @@ def add_to(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure parts of this machine.", no_args_is_help=True)
     bench.callback()(_group)
     bench.command("read")(read)
+    bench.command("policies")(policies)
     app.add_typer(bench, name="bench")
 
 
 def _group() -> None:
-    """Measure parts of this machine."""
+    """Measure parts of this machine; compare policies."""
 
 
 def read(
@@ -45,6 +48,70 @@ def read(
     with Progress() as progress:
         found = compare(checkpoint, seconds, seed, progress.show)
     write_out(json.dumps(found.to_dict()) if as_json else render(found))
+
+
+def policies(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Folders or zip files.")],
+    policy: Annotated[list[str] | None, typer.Option(help="Repeatable; all if unset.")] = None,
+    predictor: Annotated[
+        list[str] | None, typer.Option(help="Repeatable, in modelled time; none if unset.")
+    ] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(help="Like 25%, 64G, or 8G+64G for GPU and RAM; repeatable."),
+    ] = None,
+    rate: Annotated[str, typer.Option(help="Bytes a second of the disk.")] = "6G",
+    latency: Annotated[float, typer.Option(help="Seconds until its first byte comes.")] = 1e-4,
+    layer: Annotated[float, typer.Option(help="Seconds of computing a layer takes.")] = 2e-3,
+    rows: Annotated[int | None, typer.Option(help="Tokens of each trace; all if unset.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each.")] = False,
+) -> None:
+    """Replay traces: bytes of policies and predictors beside LRU, MIN and the compulsory bound."""
+    from . import bench_policies as bench
+    from .machine import facts
+    from .trace import read_trace
+
+    at_least_one(("--rows", rows))
+    if latency < 0 or layer < 0 or parse_size(rate) <= 0:
+        raise UsageError("A time is below 0, or --rate is 0.", "Give seconds, and bytes a second.")
+    speeds = bench.Speeds()
+    disk = speeds.links[0]._replace(rate=float(parse_size(rate)), latency=latency)
+    speeds = bench.Speeds((disk, speeds.links[1]), speeds.pace._replace(layer=layer))
+    some = bench.chosen_names("policy", policy, True)
+    predictors = bench.chosen_names("predict", predictor, False)
+    about = {"benchmark": "policies", "version": __version__, **facts()}
+    with Progress() as progress:
+        for path in traces:
+            trace = read_trace(path, ["ahead", "latent"]).rows(slice(rows))
+            rooms = [bench.room(text, trace) for text in capacity or bench.CAPACITIES]
+            found = bench.compare(trace, rooms, some, predictors, speeds, progress.show)
+            for number, line in enumerate(found):
+                progress.clear()
+                if as_json:
+                    write_out(json.dumps({**about, "path": str(path), **line}))
+                else:
+                    write_out("\n".join(_row(line, path if number == 0 else None)))
+
+
+def _row(line: dict[str, Any], path: Path | None) -> list[str]:
+    """One row of the table, under its head where a trace begins."""
+    head = []
+    if path is not None:
+        head = [
+            f"{path}: {line['rows']:,} tokens, {line['layers']} x {line['top_k']} of "
+            f"{line['experts']}, digest {line['trace']}",
+            f"{'capacity':<10}{'tier':<5}{'policy':<8}{'predictor':<10}{'bytes':>10}{'LRU':>10}"
+            f"{'MIN':>10}{'once':>10}{'closed':>8}{'hit':>7}{'late':>7}{'miss':>7}{'waits':>10}",
+        ]
+    share = [f"{line[name] / line['requests']:>7.1%}" for name in ("hits", "late", "misses")]
+    names = ("bytes", "lru_bytes", "min_bytes", "compulsory_bytes")
+    sizes = "".join(f"{show_size(line[name]):>10}" for name in names)
+    waits = f"{line['waited_seconds']:>8.1f} s" if line["predictor"] != "none" else f"{'-':>10}"
+    return [
+        *head,
+        f"{line['capacity']:<10}{line['tier']:<5}{line['policy']:<8}{line['predictor']:<10}{sizes}"
+        f"{line['gap_closed']:>8.1%}{''.join(share)}{waits}",
+    ]
 
 
 def render(found: Comparison) -> str:

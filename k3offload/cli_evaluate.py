@@ -34,7 +34,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(group, name="evaluate")
 
 
-@takes_how("prefix_dir", "prefix_disk")
+@takes_how("prefix_dir", "prefix_disk", "trace", "trace_with")
 def append(
     how: How,
     model: Model,
@@ -60,7 +60,7 @@ def append(
     write_out(json.dumps([t.to_dict() for t in found]) if as_json else append_table(found))
 
 
-@takes_how("prefix_dir", "prefix_disk")
+@takes_how("prefix_dir", "prefix_disk", "trace", "trace_with")
 def recall(
     how: How,
     model: Model,

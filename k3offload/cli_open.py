@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import __version__
 from .cli_options import How, loading_options
 from .config import show_size
 from .errors import UsageError
+from .find import find_model
 from .paths import show_path
 from .progress import Progress
 from .sampling import Sampling
+from .session_manifest import refuse_in_model
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -69,11 +72,14 @@ def open_model(
     from .plan_text import lowered, plan_lines
 
     given = loading_options(how)
+    memory = check_trace(how, model)
     Options(**{k: v for k, v in given.items() if v is not None and k != "device"})
     sizes: dict[str, int | None] = {}
 
     def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
         sizes.update(size(tokenizer, spec))
+        if memory:
+            sizes["extra"] = (sizes.get("extra") or 0) + memory
         return sizes
 
     def say_plan(plan: Plan) -> None:
@@ -90,4 +96,29 @@ def open_model(
         progress.say(f"warning: {text}")
 
     watch = Watch(say_plan, loading, compiling, layer, warn)
-    return open_engine(model, sized, watch=watch, **given)
+    engine = open_engine(model, sized, watch=watch, **given)
+    if how.trace is not None:
+        from .trace_record import record
+
+        about = {"version": __version__, "model": model}
+        try:
+            record(engine, how.trace, how.trace_with or (), about)
+        except BaseException:
+            engine.close()
+            raise
+    return engine
+
+
+def check_trace(how: How, model: str) -> int:
+    """Bytes that recording will take; refuses a trace that cannot be, before anything is loaded."""
+    if how.trace is None:
+        if how.trace_with:
+            raise UsageError("--trace-with names no folder.", "Name it: --trace DIR.")
+        return 0
+    from .trace import new_folder
+    from .trace_record import MEMORY, check_parts
+
+    check_parts(how.trace_with or ())
+    refuse_in_model(how.trace, find_model(model))
+    new_folder(how.trace)
+    return MEMORY

@@ -109,6 +109,17 @@ Scratch = Annotated[
     Path | None,
     typer.Option(envvar="K3_SCRATCH", help="Folder on a disk for what has no room in memory."),
 ]
+TraceFolder = Annotated[
+    Path | None,
+    typer.Option("--trace", help="New folder that routing is recorded to, for bench policies."),
+]
+TraceParts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trace-with",
+        help="Record also ahead, latent, margin, mixing or tiers; repeatable, and larger.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -136,6 +147,8 @@ class How(NamedTuple):
     scratch: Scratch = None
     prefix_dir: PrefixDir = None
     prefix_disk: PrefixDisk = None
+    trace: TraceFolder = None
+    trace_with: TraceParts = None
 
 
 class Choice(NamedTuple):
@@ -200,6 +213,7 @@ def show_parameters(command: Callable[..., None], parameters: list[Parameter]) -
 def loading_options(how: How) -> dict[str, Any]:
     """What ``open_engine`` takes of ``how``.  Raises ``UsageError``."""
     given = how._asdict()
+    del given["trace"], given["trace_with"]
     given["adaptive"] = given.pop("adaptive_backend")
     given["kernels"] = _kernels(given.pop("kernel"))
     for name in ("ram", "cache", "vram", "latents", "summaries", "prefix_disk"):

@@ -115,7 +115,7 @@ def logits(
             meter.read = lambda: engine.disk.counts.bytes
             seen = Routing(engine.spec, len(ids)) if routing_place else None
             if seen:
-                engine.hooks.on_route = seen.watch
+                engine.hooks.add(on_route=seen.watch)
             write_logits(
                 engine, ids, place, sweep=how.sweep, decode_from=decode_from, last=last, meter=meter
             )

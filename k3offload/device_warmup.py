@@ -16,11 +16,12 @@ import torch
 
 from .arena import LayerWeights, Memory
 from .devices import Placement
+from .hooks import Hooks
 from .kernels.experts_reference import Job
 from .kernels.linear_reference import Weight
 from .latents import Home, Ledger
 from .layer_moe import activation
-from .model import Hooks, Model, Run, Sides
+from .model import Model, Run, Sides
 from .scheduler.plan import Plan
 from .spec import LayerSpec, ModelSpec
 from .state import SequenceState

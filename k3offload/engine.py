@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -19,12 +20,13 @@ from .checkpoint import Checkpoint
 from .documents import Document
 from .engine_plan import plan_engine
 from .errors import K3Error, SessionError, TooLong, UsageError
+from .hooks import Hooks
 from .kernels.choose import Kernels
 from .kernels.workers import Workers
 from .latents import HomeOf, Ledger
 from .layer_moe import Side
 from .machine import steady_allocator
-from .model import Hooks, Model, Run, Sides
+from .model import Model, Run, Sides
 from .open_device import open_device
 from .options import PREFIX_DISK, Options, Watch
 from .precision import choose_precision
@@ -68,6 +70,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.options = options
         self.hooks = Hooks()
+        self.closing: list[Callable[[], None]] = []  # called when it is closed
         self._watch, self.warn = watch, watch.warn
         self.lock = threading.RLock()
         self._closed = False
@@ -329,10 +332,9 @@ class Engine:
 
         with self.lock:
             self.check_open()
-            own = self.hooks
-            self._model.sweep(
-                runs, emit, Hooks(before_layer, own.on_route, own.on_ahead, self.disk.probe)
-            )
+            self.hooks.on_sweep(runs)
+            hooks = replace(self.hooks, before_layer=before_layer, on_lost=self.disk.probe)
+            self._model.sweep(runs, emit, hooks)
 
     # ---- accounts ----
 
@@ -367,6 +369,8 @@ class Engine:
             if not self._closed:
                 self._closed = True
                 with ExitStack() as last_first:  # whatever one of them raises, the others close
+                    for watcher in self.closing:
+                        last_first.callback(watcher)
                     for name in ("weights", "store", "_model", "_workers", "kernels"):
                         last_first.callback(self.__dict__.pop, name, None)
                     last_first.callback(self._workers.close)

@@ -165,14 +165,15 @@ def _has_all(store: ExpertStore | Adaptive, pages: Mapping[PageId, object]) -> b
 
 
 def _places(experts: torch.Tensor, layer: int) -> dict[PageId, list[int]]:
-    """Page -> where in ``experts`` [R, k], as flat numbers in rising order, it was chosen."""
+    """Page -> where in ``experts`` [R, k], as flat numbers in rising order, it was chosen; pages
+    in rising order, so that what a cache sees of them does not depend on that of the rows."""
     flat = experts.view(-1).tolist()
     if experts.shape[0] == 1:  # no expert is chosen twice
         return {PageId(layer, number): [place] for place, number in enumerate(flat)}
     places: dict[int, list[int]] = {}
     for place, number in enumerate(flat):
         places.setdefault(number, []).append(place)
-    return {PageId(layer, number): own for number, own in places.items()}
+    return {PageId(layer, number): own for number, own in sorted(places.items())}
 
 
 class _Results:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import os
+import platform
+import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +36,23 @@ def read_machine() -> Machine:
     """The machine as it is now."""
     memory = psutil.virtual_memory()
     return Machine(memory.total, memory.available, cgroup_room(), rss())
+
+
+def facts() -> dict[str, str]:
+    """Processor, commit (of a checkout) and date, for lines of results."""
+    commit, root = "", Path(__file__).parent.parent
+    if (root / ".git").exists():
+        with suppress(OSError):
+            ask = ["git", "rev-parse", "--short", "HEAD"]
+            done = subprocess.run(ask, cwd=root, capture_output=True, text=True)
+            commit = done.stdout.strip()
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    cpu = names[0] if names else platform.processor() or platform.machine()
+    return {"cpu": cpu, "commit": commit, "date": datetime.date.today().isoformat()}
 
 
 def rss() -> int:

@@ -22,6 +22,7 @@ from .arena import LayerWeights
 from .config import ROW_TILE
 from .device_trunk import DeviceTrunk
 from .errors import K3Error, NumericError
+from .hooks import Hooks
 from .kernels.choose import Kernels
 from .kernels.workers import single_threaded
 from .layer_kda import kda
@@ -66,22 +67,7 @@ class Run:
     error: K3Error | None = None
 
 
-#: layer, next layer, what its router would choose by now [R, E], what ``layer``'s experts were
-#: given [R, Z] float32; each None unless the predictor asks for it
-OnAhead = Callable[[int, int, Floats | None, Floats | None], None]
 Emit = Callable[[int, int, torch.Tensor], None]  #: run, first position, logits [n, V] float32
-
-
-@dataclass
-class Hooks:
-    """What may watch or stop a sweep: ``before_layer(l)`` may raise, ``on_route`` sees routing,
-    ``on_ahead`` what the next layer's pages are guessed from; ``on_lost`` is told of a page that
-    could not be read, and raises what ends the sweep if nothing can."""
-
-    before_layer: Callable[[int], None] = lambda layer: None
-    on_route: OnRoute = lambda layer, group, experts, weights, scores: None
-    on_ahead: OnAhead = lambda layer, next_layer, scores, latent: None
-    on_lost: Callable[[PageId], None] = lambda page: None
 
 
 class Model:
@@ -100,6 +86,7 @@ class Model:
         self.spec = weights.spec
         self._weights, self._store, self._sides, self._dtype = weights, store, sides, dtype
         self._schedule, self._summaries = schedule, summaries
+        self._hooks = Hooks()
 
     def sweep(self, runs: Sequence[Run], emit: Emit, hooks: Hooks) -> None:
         """Advance every run's state by its tokens and emit the logits of the rows it keeps.
@@ -118,6 +105,7 @@ class Model:
         looks = self._schedule if isinstance(sealed, Resident) else None
         decodes = all(group.decode for group in groups) and isinstance(sealed, Resident)
         ahead = looks if decodes else None
+        self._hooks = hooks
         on_route = _both(ahead, hooks.on_route) if ahead else hooks.on_route
         if ahead:
             ahead.begin(rows)
@@ -130,8 +118,7 @@ class Model:
                     in_force.enter_context(kernels.in_force())
                 alone = decodes and len(self._sides.kernels) == 1
                 in_force.enter_context(self._sides.kernels[0].put_off(rows if alone else 0))
-                first = self._sides.layers[0]
-                stream = Stream(first.kernels.here(self._embed(runs, groups))[0], first, sealed)
+                stream = self._stream(runs, groups, sealed)
                 for layer in self.spec.layers:
                     hooks.before_layer(layer.index)
                     stream.move(self._sides.layers[layer.index])
@@ -142,7 +129,7 @@ class Model:
                         lost = partial(_lose, groups, runs, hooks)
                         latent = self._feed_forward(layer, stream, groups, w, on_route, lost)
                         if ahead and not crowd:
-                            self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)
+                            self._look_ahead(layer, stream, latent, ahead)
                         elif looks:
                             self._read_on(layer, stream, looks)
                         stream.side.kernels.finish()  # its memory may go to another layer
@@ -171,12 +158,17 @@ class Model:
         self._summaries.check(count * -(-rows // TILE))
         return Spilled(self._summaries)
 
-    def _embed(self, runs: Sequence[Run], groups: Sequence[Group]) -> torch.Tensor:
+    def _stream(
+        self, runs: Sequence[Run], groups: Sequence[Group], sealed: Resident | Spilled
+    ) -> Stream:
+        """The residual stream as it begins: the embedding of every row."""
         tokens: list[int] = []
         for part in _parts(groups):
             first = part.start - runs[part.run].state.position
             tokens += runs[part.run].tokens[first : first + part.count]
-        return self._weights.embed(tokens, self._dtype)
+        first = self._sides.layers[0]
+        p = first.kernels.here(self._weights.embed(tokens, self._dtype))[0]
+        return Stream(p, first, sealed)
 
     def _attention(
         self,
@@ -194,7 +186,7 @@ class Model:
             stream.p = stream.sealed.seal(before)
         states = [run.state for run in runs]
         sublayer, kernels = kda if layer.attention == "kda" else mla, stream.side.kernels
-        mix = self._mix(stream, w, "self_attention_res")
+        mix = self._mix(stream, w, "self_attention_res", 0)
         mixed = stream.sealed.mixed(groups, None if seals else before, mix)
         for group, h in zip(groups, mixed, strict=True):
             x = kernels.rms_norm(h, w.vector("input_layernorm.weight"), self.spec.eps)
@@ -213,7 +205,7 @@ class Model:
     ) -> torch.Tensor | None:
         """p <- p + ffn(norm(mix)).  Returns what routed experts were given, [R, Z]."""
         kernels = stream.side.kernels
-        mixed = stream.sealed.mixed(groups, stream.p, self._mix(stream, w, "mlp_res"))
+        mixed = stream.sealed.mixed(groups, stream.p, self._mix(stream, w, "mlp_res", 1))
 
         def normed(group: Group) -> torch.Tensor:
             """Asked for each group once, in their order."""
@@ -243,22 +235,25 @@ class Model:
         stream: Stream,
         latent: torch.Tensor | None,
         schedule: Schedule,
-        watch: OnAhead,
     ) -> None:
         """Tell the predictor what it asks about the next layer."""
         following = self.spec.layers[layer.index + 1 :][:1]
-        if not following or following[0].ffn != "moe" or not schedule.asks():
+        if not following or following[0].ffn != "moe":
             return
-        index, scores = following[0].index, None
-        if schedule.asks_router:
+        asks, index, scores = schedule.asks(), following[0].index, None
+        if not asks and not self._hooks.wants:
+            return
+        if schedule.asks_router or "router" in self._hooks.wants:
             scores = self._next_router(index, stream, None)[1]
         stream.side.kernels.finish()
-        told = [scores, latent.float() if schedule.asks_latent and latent is not None else None]
+        wanted = schedule.asks_latent or "latent" in self._hooks.wants
+        told = [scores, latent.float() if wanted and latent is not None else None]
         some = [tensor for tensor in told if tensor is not None]
         host = iter(stream.side.kernels.to_host(*some) if some else ())
         likely, given = (None if tensor is None else next(host).numpy() for tensor in told)
-        watch(layer.index, index, likely, given)
-        schedule.ahead(layer.index, index, likely, given)
+        self._hooks.on_ahead(layer.index, index, likely, given)
+        if asks:
+            schedule.ahead(layer.index, index, likely, given)
 
     def _read_on(self, layer: LayerSpec, stream: Stream, schedule: Schedule) -> None:
         """In a crowd of rows most experts come anyway: begin with those that many will choose,
@@ -295,13 +290,16 @@ class Model:
         chosen, _, scores = route(x, w, self.spec, kernels, decode=rows is None)
         return chosen, scores
 
-    def _mix(self, stream: Stream, w: LayerWeights, site: str) -> Mix:
-        """How sums are mixed at ``site``, row by row."""
+    def _mix(self, stream: Stream, w: LayerWeights, site: str, watched: int | None = None) -> Mix:
+        """How sums are mixed at ``site``, row by row; ``watched``: the sublayer's number."""
 
         def mix(entries: Sequence[torch.Tensor]) -> torch.Tensor:
             if self.spec.attnres_block is None or len(entries) == 1:
                 return entries[-1]
             norm, query = w.vector(f"{site}_norm.weight"), w.vector(f"{site}_proj.weight")
+            if self._hooks.on_mix is not None and watched is not None:
+                stream.side.kernels.finish()
+                self._hooks.on_mix(w.layer, watched, entries, norm, query, self.spec.eps)
             return stream.side.kernels.attnres(entries, norm, query, self.spec.eps)
 
         return mix

@@ -196,11 +196,11 @@ def refuse_in_model(path: Path, model: Path) -> None:
         )
 
 
-def need_zarr() -> None:
+def need_zarr(what: str = "Saved sessions") -> None:
     """Raise ``SessionError`` where zarr is not installed."""
     if find_spec("zarr") is None:
         raise SessionError(
-            "Saved sessions need zarr, which is not installed.", "Use Python 3.11 or later."
+            f"{what} need zarr, which is not installed.", "Use Python 3.11 or later."
         )
 
 

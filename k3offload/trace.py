@@ -1,225 +1,307 @@
 """Routing as it happened: which experts each row of each sweep chose, and by how much.
 
-A ``Recorder`` listens to an engine's hooks and writes a folder of numbered npz files, each holding
-a bounded number of rows; ``read_trace`` joins them.  It knows routing only: no texts, no tokens.
+A trace is a zarr v3 group, a folder or one zip file.  This file knows its layout, reads it and
+writes it in bounded memory; it knows no engine, no text and no token.
 
-Arrays of a file, for T rows (tokens) in the order they were computed, L MoE layers and the M best
-experts of a row (its top k and as many near misses):
+Attributes of the group: ``format`` "k3offload trace", ``version`` 2, ``layers`` (numbers of the L
+MoE layers), ``experts`` E, ``top_k`` k, ``page_bytes`` of one expert, ``source`` (who wrote it),
+``about`` (whatever it wanted to say), ``rows`` T and ``events`` N that are complete: arrays may be
+longer after a kill, and what lies behind is not read.
 
-    version [] = 1      layers [L]      experts [], top_k []
-    chosen [T, L, k] u16                the experts that ran, by rising number
-    best, ahead_best [T, L, M] u16      experts by falling score, lower number first among equals
-    codes, ahead_codes [T, L, M] u8     their scores as ``scheduler.hints.quantise`` gives them
-    latent [T, L, Z] f16                what the experts were given; Z is 0 unless it was wanted
-    sweep, sequence, position [T] i32   decode [T] bool
+    order [L, E] u16            place of an expert among those of its layer in the file
+    best [T, L, M] u16          experts by falling score, the k that ran before all others, then up
+                                to 4 near misses (M = k + 4; k where nobody knows the others)
+    codes [T, L, M] u8          their scores as ``scheduler.hints.quantise`` gives them: from 128 on
+                                chosen; all 128 where nobody knows the scores
+    sweep, sequence, position [T] i32; decode [T] bool
 
-``ahead_*`` is what the layer's router said before the layer began, at the end of the layer above;
-codes of all 0 where nobody asked it.
+Rows (tokens) stand in the order in which they were computed; those of one sweep passed the layers
+together and shared reads.  10,000 tokens of 92 layers and k = 16 are 55 MB before compression.
+Further arrays, each only where it was asked for, with what it adds to these 55 MB:
+
+    ahead   ahead_best, ahead_codes [T, L, M]: what the layer's router said at the end of the layer
+            above, codes of 0 where nobody asked it; 55 MB
+    latent  [T, L, Z] f16: what the experts were given; 2 Z bytes a token and layer, gigabytes
+    margin  [T, L] f16: biased score of the last that was chosen less that of the best that was not;
+            2 MB
+    mixing  [T, 2 * layers of the model, entries] u8: shares (times 255) that the residual attention
+            of a sublayer gave to block summaries and, last, the running sum, all 0 where there is
+            but one of them; 17 MB
+    tiers   event_sweep i32, event_tier u8 (0 RAM, 1 a device), event_kind u8
+            (``scheduler.lease.Event``), event_layer i16, event_expert i16, event_bytes u32,
+            event_time f64 (seconds) [N]: what the stores of experts did, each in the order of its
+            lock; 22 bytes an event, one event for a hit and about three for a read: 320 MB to 1 GB
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
-from .scheduler.hints import Codes, quantise
+from .scheduler.hints import NEAR, Codes, spread
+from .scheduler.replay import Leases
+from .scheduler.replay_timed import Guessed
+from .session_manifest import need_zarr
 
-if TYPE_CHECKING:
-    import torch
-
-    from .scheduler.sweep import Group
-
-VERSION = 1
-CHUNK = 16 << 20  #: bytes that a recorder holds before it writes a file, about
+FORMAT, VERSION = "k3offload trace", 2
+CHUNK: Final = 256 << 10  #: bytes of a chunk of ``best`` and ``codes``, about, before compression
+ROWS: Final = (64, 4096)  #: of a chunk, at least and at most
+EVENTS: Final = 1 << 14  #: of a chunk
+PARTS: Final = ("ahead", "latent", "margin", "mixing", "tiers")  #: that may be asked for
 Array = npt.NDArray[Any]
+EVENT: Final[dict[str, str]] = {
+    "event_sweep": "i4", "event_tier": "u1", "event_kind": "u1", "event_layer": "i2",
+    "event_expert": "i2", "event_bytes": "u4", "event_time": "f8",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded trace; the arrays are those at the top of this file."""
+    """A trace in memory; the arrays are those at the top of this file."""
 
     layers: npt.NDArray[np.int32]
     experts: int
     top_k: int
-    chosen: npt.NDArray[np.uint16]
+    page_bytes: int
+    order: npt.NDArray[np.uint16]
     best: npt.NDArray[np.uint16]
     codes: Codes
-    ahead_best: npt.NDArray[np.uint16]
-    ahead_codes: Codes
-    latent: npt.NDArray[np.float16]
     sweep: npt.NDArray[np.int32]
     sequence: npt.NDArray[np.int32]
     position: npt.NDArray[np.int32]
     decode: npt.NDArray[np.bool_]
+    more: Mapping[str, Array] = field(default_factory=dict)  #: further arrays with rows
+    events: Mapping[str, Array] = field(default_factory=dict)  #: those of ``tiers``
+    source: str = ""
+    about: Mapping[str, Any] = field(default_factory=dict)
 
-    def head(self, rows: int | None) -> Trace:
-        """The first ``rows`` rows, all for None."""
-        return replace(self, **{name: getattr(self, name)[:rows] for name in _ROWS})
+    @cached_property
+    def chosen(self) -> npt.NDArray[np.uint16]:
+        """[T, L, k]: the experts that ran, by rising number."""
+        return np.sort(self.best[..., : self.top_k], axis=2)
+
+    def rows(self, which: slice | npt.NDArray[Any]) -> Trace:
+        """Some rows; events are left out, for they are of all."""
+        picked = {name: getattr(self, name)[which] for name in _BASE}
+        more = {name: array[which] for name, array in self.more.items()}
+        return replace(self, **picked, more=more, events={})
 
     def dense(self) -> Codes:
         """[T, L, E]: the codes of all experts; 0 for those that were far from being chosen."""
-        codes = np.zeros((*self.codes.shape[:2], self.experts), np.uint8)
-        np.put_along_axis(codes, self.best.astype(np.int64), self.codes, axis=2)
-        return codes
+        tokens, depth, wide = self.best.shape
+        best, codes = self.best.reshape(-1, wide), self.codes.reshape(-1, wide)
+        return spread(best, codes, self.experts).reshape(tokens, depth, self.experts)
 
     def ahead(self, row: int, place: int) -> Codes | None:
         """[1, E]: codes of layer number ``place`` guessed for ``row``; None where nobody did."""
-        if not self.ahead_codes[row, place].any():
+        if "ahead_codes" not in self.more or not self.more["ahead_codes"][row, place].any():
             return None
-        dense = np.zeros((1, self.experts), np.uint8)
-        dense[0, self.ahead_best[row, place]] = self.ahead_codes[row, place]
-        return dense
+        one = slice(row, row + 1), place
+        return spread(self.more["ahead_best"][one], self.more["ahead_codes"][one], self.experts)
+
+    def leases(self) -> Leases:
+        """The sweeps as a cache sees them.  Policies heard of the scores in sweeps that only
+        decode, as the engine tells them."""
+        return Leases(
+            self.layers.tolist(), self.best[..., : self.top_k], self.sweep,
+            (self.best, self.codes), self.decode, self.order,
+        )  # fmt: skip
+
+    @property
+    def guessed(self) -> Guessed:
+        """What predictors are told in replay."""
+        names = ("ahead_best", "ahead_codes", "latent")
+        return Guessed(*(self.more.get(name) for name in names))
+
+    @property
+    def digest(self) -> str:
+        """Names what was routed: equal for equal layers, rows and scores, however it is stored."""
+        whole = hashlib.sha256(f"{self.experts} {self.top_k} {self.page_bytes}".encode())
+        for name in ("layers", "order", *_BASE):
+            whole.update(np.ascontiguousarray(getattr(self, name)).tobytes())
+        return whole.hexdigest()[:16]
 
 
-_ROWS = [f.name for f in fields(Trace) if f.name not in ("layers", "experts", "top_k")]
+_BASE: Final = ("best", "codes", "sweep", "sequence", "position", "decode")
 
 
-class Recorder:
-    """Writes what ``on_route`` and ``on_ahead`` hear into ``folder``, new or empty.
+class Writer:
+    """Writes a trace into ``folder``, new or empty, chunk by chunk.
 
-    ``sequences`` may be set before a sweep: the number of the sequence of each of its runs (else
-    the number of the run).  ``latent``: the width Z of latents to record, 0 for none.  A sweep that
-    did not pass all layers is left out.
+    ``more``: shape of a row and dtype of further arrays, by name.
     """
 
     def __init__(
-        self, folder: str | Path, layers: Sequence[int], experts: int, top_k: int, latent: int = 0
-    ) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if any(self.folder.iterdir()):
-            raise UsageError(f"{self.folder} is not empty.", "Record into a new folder.")
-        self.sequences: Sequence[int] = ()
-        self._layers, self._experts, self._top_k = tuple(layers), experts, top_k
-        self._wide, self._latent = min(2 * top_k, experts), latent
-        self._ahead: dict[int, tuple[Array, Codes]] = {}  # by the layer it is about
-        self._sweep: list[dict[str, Array]] = []  # of the sweep under way, for each group
-        self._missing: set[tuple[int, int]] = set()  # layer and first row not heard of yet
-        self._rows: list[dict[str, Array]] = []
-        self._bytes = self._sweeps = self._files = 0
-
-    def on_ahead(
-        self, layer: int, next_layer: int, scores: Array | None, latent: Array | None = None
-    ) -> None:
-        """At the end of ``layer`` of a decode sweep: the ``scores`` [rows, E] that the router of
-        ``next_layer`` gives now, and the ``latent`` [rows, Z] of ``layer``, if they are known."""
-        if scores is not None:
-            self._ahead[next_layer] = self._best(scores)
-        if self._latent and latent is not None and layer in self._layers:
-            place = self._layers.index(layer)
-            for rows in self._sweep:
-                begin = int(rows["row"])
-                rows["latent"][:, place] = latent[begin : begin + len(rows["decode"])]
-
-    def on_route(
         self,
-        layer: int,
-        group: Group,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        scores: torch.Tensor,
+        folder: str | Path,
+        layers: Sequence[int],
+        experts: int,
+        top_k: int,
+        *,
+        order: Array | None = None,
+        page_bytes: int = 1,
+        near: int = NEAR,
+        more: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
+        events: bool = False,
+        source: str = "",
+        about: Mapping[str, Any] | None = None,
     ) -> None:
-        """``layer`` chose ``experts`` [n, k] by the biased ``scores`` [n, E] for ``group``."""
-        if layer == self._layers[0]:
-            if group.begin == 0:
-                self._begin()
-            self._sweep.append(self._room(group))
-            self._missing |= {(la, group.begin) for la in self._layers}
-        rows = next((r for r in self._sweep if r["row"] == group.begin), None)
-        if rows is None:  # recording began within this sweep
-            return
-        place = self._layers.index(layer)
-        rows["chosen"][:, place] = experts.numpy()
-        rows["best"][:, place], rows["codes"][:, place] = self._best(scores.cpu().numpy())
-        guess = self._ahead.get(layer)
-        if guess is not None and group.decode and group.end <= len(guess[0]):
-            rows["ahead_best"][:, place] = guess[0][group.rows]
-            rows["ahead_codes"][:, place] = guess[1][group.rows]
-        self._missing.discard((layer, group.begin))
-        if layer == self._layers[-1] and not self._missing:
-            self._keep()
+        self.folder = new_folder(folder)
+        import zarr
+
+        depth, wide = len(layers), min(top_k + near, experts)
+        self._step = int(np.clip(CHUNK // (3 * depth * wide), *ROWS))
+        rows = {"best": ((depth, wide), "u2"), "codes": ((depth, wide), "u1"), "decode": ((), "?")}
+        rows |= dict.fromkeys(("sweep", "sequence", "position"), ((), "i4")) | dict(more or {})
+        every = {name: ((), kind) for name, kind in EVENT.items()} if events else {}
+        self._group = zarr.create_group(self.folder, zarr_format=3, overwrite=True)
+        self._row = _Growing(self._group, "rows", rows, self._step)
+        self._event = _Growing(self._group, "events", every, EVENTS)
+        if order is None:
+            order = np.tile(np.arange(experts, dtype=np.uint16), (depth, 1))
+        self._group.create_array("order", data=order.astype(np.uint16))
+        self._group.attrs.update(
+            {
+                "format": FORMAT, "version": VERSION, "layers": [int(la) for la in layers],
+                "experts": experts, "top_k": top_k, "page_bytes": page_bytes,
+                "source": source, "about": dict(about or {}),
+                "rows": 0, "events": 0,
+            }
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that wait in memory."""
+        return self._row.nbytes + self._event.nbytes
+
+    def append(self, **arrays: Array) -> None:
+        """Rows of all arrays, any number of them."""
+        self._row.append(arrays)
+
+    def append_events(self, **arrays: Array) -> None:
+        self._event.append(arrays)
 
     def close(self) -> None:
-        """Write what is left.  A sweep under way is left out."""
-        self._write()
+        """Write what is left."""
+        self._row.flush(1)
+        self._event.flush(1)
 
-    def _begin(self) -> None:
-        self._sweep, self._missing = [], set()
 
-    def _best(self, scores: Array) -> tuple[Array, Codes]:
-        codes = quantise(scores, self._top_k)
-        order = np.argsort(255 - codes, axis=1, kind="stable")[:, : self._wide]
-        return order, np.take_along_axis(codes, order, axis=1)
+def new_folder(folder: str | Path) -> Path:
+    """``folder``, made if need be.  Raises ``UsageError`` if it is not empty."""
+    need_zarr("Traces")
+    path = Path(folder)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UsageError(f"{path} is not an empty folder.", "Record into a new one.")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
-    def _room(self, group: Group) -> dict[str, Array]:
-        n, depth = group.end - group.begin, len(self._layers)
-        rows: dict[str, Array] = {
-            "row": np.array(group.begin),
-            "chosen": np.zeros((n, depth, self._top_k), np.uint16),
-            "latent": np.zeros((n, depth, self._latent), np.float16),
-            "sequence": np.zeros(n, np.int32),
-            "position": np.zeros(n, np.int32),
-            "decode": np.full(n, group.decode),
-        }
-        for kind in ("", "ahead_"):
-            rows[f"{kind}best"] = np.zeros((n, depth, self._wide), np.uint16)
-            rows[f"{kind}codes"] = np.zeros((n, depth, self._wide), np.uint8)
-        for part in group.parts:
-            own = group.own(part)
-            rows["sequence"][own] = self.sequences[part.run] if self.sequences else part.run
-            rows["position"][own] = np.arange(part.start, part.start + part.count)
-        return rows
 
-    def _keep(self) -> None:
-        for rows in self._sweep:
-            del rows["row"]
-            rows["sweep"] = np.full(len(rows["decode"]), self._sweeps, np.int32)
-            self._bytes += sum(a.nbytes for a in rows.values())
-            self._rows.append(rows)
-        self._sweeps += 1
-        self._ahead.clear()
-        self._begin()
-        if self._bytes >= CHUNK:
-            self._write()
+class _Growing:
+    """Arrays that grow together by whole chunks.  ``name``: the attribute that counts rows."""
 
-    def _write(self) -> None:
-        if not self._rows:
+    def __init__(
+        self, group: Any, name: str, arrays: Mapping[str, tuple[tuple[int, ...], str]], step: int
+    ) -> None:
+        from zarr.codecs import BloscCodec
+
+        self._group, self._name, self._step, self._done = group, name, step, 0
+        self._waiting: dict[str, list[Array]] = {key: [] for key in arrays}
+        self._count = self.nbytes = 0
+        # chunks that are all 0 are written too: one that is missing is damage
+        self._arrays = {
+            key: group.create_array(
+                key, shape=(0, *shape), chunks=(step, *(max(1, n) for n in shape)), dtype=kind,
+                compressors=BloscCodec(cname="zstd", clevel=3), config={"write_empty_chunks": True},
+            )
+            for key, (shape, kind) in arrays.items()
+        }  # fmt: skip
+
+    def append(self, arrays: Mapping[str, Array]) -> None:
+        assert arrays.keys() == self._waiting.keys(), arrays.keys() ^ self._waiting.keys()
+        for key, array in arrays.items():
+            self._waiting[key].append(array)
+            self.nbytes += array.nbytes
+        self._count += len(array)
+        if self._count >= self._step:
+            self.flush(self._step)
+
+    def flush(self, least: int) -> None:
+        """Write whole chunks; and the rest, if that is at least ``least`` rows."""
+        if not self._count:
             return
-        arrays: dict[str, Any] = {
-            name: np.concatenate([rows[name] for rows in self._rows]) for name in _ROWS
-        }
-        arrays["layers"] = np.array(self._layers, np.int32)
-        facts = {"version": VERSION, "experts": self._experts, "top_k": self._top_k}
-        arrays |= {name: np.array(value) for name, value in facts.items()}
-        self._files += 1
-        with (self.folder / f"trace-{self._files:06d}.npz").open("xb") as file:
-            np.savez_compressed(file, **arrays)
-        self._rows, self._bytes = [], 0
+        count = self._count if least == 1 else self._count // least * least
+        for key, array in self._arrays.items():
+            whole = np.concatenate(self._waiting[key])
+            array.resize((self._done + count, *array.shape[1:]))
+            array[self._done :] = whole[:count].astype(array.dtype)
+            self._waiting[key] = [whole[count:].copy()]
+        self._done, self._count = self._done + count, self._count - count
+        self.nbytes = sum(part[0].nbytes for part in self._waiting.values())
+        self._group.attrs[self._name] = self._done  # from here on it is part of the trace
 
 
-def read_trace(path: str | Path) -> Trace:
-    """The trace in a recorder's folder, or in one of its files.  Raises ``UsageError``."""
+def read_trace(path: str | Path, parts: Sequence[str] = PARTS) -> Trace:
+    """The trace at ``path``, with those of its further ``parts`` that it has.  Raises
+    ``UsageError``."""
+    need_zarr("Traces")
+    import zarr
+    from zarr.storage import ZipStore
+
     path = Path(path)
-    files = sorted(path.glob("trace-*.npz")) if path.is_dir() else [path]
-    parts: list[dict[str, Array]] = []
     try:
-        for name in files:
-            with np.load(name, allow_pickle=False) as file:
-                parts.append({key: file[key] for key in file.files})
-        if {int(part["version"]) for part in parts} != {VERSION}:
-            raise ValueError("no file of it, or of another version")
-        first = parts[0]
-        rows = {name: np.concatenate([part[name] for part in parts]) for name in _ROWS}
-        return Trace(first["layers"], int(first["experts"]), int(first["top_k"]), **rows)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error) as error:
+        store = ZipStore(path, mode="r") if path.is_file() else path
+        group = zarr.open_group(store, mode="r", zarr_format=3)
+        facts = dict(group.attrs)
+        if facts.get("format") != FORMAT or facts.get("version") != VERSION:
+            raise ValueError(f"it has format {facts.get('format')!r} {facts.get('version')}")
+        rows = {name: _read(group[name], facts["rows"]) for name in _BASE}
+        more, events = {}, {}
+        for name in sorted(set(group.array_keys()) - {*_BASE, "order"}):
+            if name.startswith("event_"):
+                if "tiers" in parts:
+                    events[name] = _read(group[name], facts["events"])
+            elif name.partition("_")[0] in parts:
+                more[name] = _read(group[name], facts["rows"])
+        layers = np.array(facts["layers"], np.int32)
+        return Trace(
+            layers, facts["experts"], facts["top_k"], facts["page_bytes"], group["order"][:],
+            **rows, more=more, events=events, source=facts["source"], about=facts["about"],
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, BadZipFile) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise UsageError(
-            f"{path} is no routing trace: {error}.", "Record one; see k3offload/trace.py."
+            f"{path} is no routing trace that this version reads: {reason}.",
+            "Record one with --trace, or see k3offload trace --help.",
         ) from error
+
+
+def facts(trace: Trace) -> dict[str, Any]:
+    """What ``trace`` holds, in numbers."""
+    run = trace.leases()
+    parts = sorted({name.partition("_")[0] for name in trace.more})
+    return {
+        "digest": trace.digest, "source": trace.source, "about": dict(trace.about),
+        "rows": len(trace.best), "decode_rows": int(trace.decode.sum()),
+        "sweeps": len(set(trace.sweep.tolist())), "sequences": len(set(trace.sequence.tolist())),
+        "layers": len(trace.layers), "experts": trace.experts, "top_k": trace.top_k,
+        "near": trace.best.shape[2] - trace.top_k, "page_bytes": trace.page_bytes,
+        "requests": sum(len(step.pages) for step in run.steps(False)), "distinct": run.distinct,
+        "parts": parts + ["tiers"] * bool(trace.events),
+    }  # fmt: skip
+
+
+def _read(array: Any, rows: int) -> Array:
+    if array.shape[0] < rows or array.nchunks_initialized * array.chunks[0] < rows:
+        raise ValueError(f"chunks of {array.basename} are missing")
+    found: Array = array[:rows]
+    return found

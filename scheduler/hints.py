@@ -23,6 +23,7 @@ Kind = tuple[int, ...]  #: what kind of guess: layer, rank, how it was made
 Guess = tuple[PageId, float]  #: a page and how likely it is asked for, 0 to 1
 TINY = np.float32(1e-30)  #: below it a difference of scores is none
 CHOSEN = 128  #: codes from here on are among the row's top k
+NEAR = 4  #: near misses of a row that policies, predictors and traces are told of
 KEEP = 1 - 1 / 64  #: decay of what was seen, for each thing seen: the last 64 or so count
 PAYS = 0.6  #: confidence from which a read ahead pays even where the disk never idles: see LOG.md
 DOUBT = 2.0  #: misses that everything begins with, so that two lucky hits prove nothing
@@ -81,6 +82,25 @@ def quantise(scores: npt.ArrayLike, top_k: int) -> Codes:
     below = np.clip((s - low) * (CHOSEN / np.maximum(cut - low, TINY)), 0, CHOSEN - 1)
     codes: Codes = np.where(s >= cut, above, below).astype(np.uint8)
     return codes
+
+
+def nearest(
+    codes: Codes, top_k: int, chosen: npt.NDArray[np.integer[Any]] | None = None
+) -> tuple[npt.NDArray[np.int64], Codes]:
+    """Of codes [rows, E] the best k + ``NEAR`` of each row: experts by falling code, the lower
+    number first among equals, and their codes.  The ``chosen`` [rows, k] come before all others."""
+    behind = 255 - codes.astype(np.int16)
+    if chosen is not None:
+        np.put_along_axis(behind, chosen, np.take_along_axis(behind, chosen, 1) - 256, axis=1)
+    order = np.argsort(behind, axis=1, kind="stable")[:, : top_k + NEAR]
+    return order, np.take_along_axis(codes, order, axis=1)
+
+
+def spread(best: npt.NDArray[np.integer[Any]], codes: Codes, experts: int) -> Codes:
+    """[rows, E]: what ``nearest`` took them from, with 0 for all others."""
+    dense = np.zeros((len(codes), experts), np.uint8)
+    np.put_along_axis(dense, best.astype(np.int64), codes, axis=1)
+    return dense
 
 
 def ranked(codes: Codes, top_k: int) -> Iterator[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """One caller's walk through the pages that it asked of a store: what it still has to get, what it
-holds, and what it cannot have.  The store moves pages from list to list; this file decides nothing.
+holds, and what it cannot have; and the events that a store tells of.  The store moves pages from
+list to list; this file decides nothing.
 """
 
 from __future__ import annotations
@@ -7,21 +8,58 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from enum import IntEnum
+from itertools import islice
 
 from ..errors import CheckpointError, K3Error, ReadError
 from ..tiers.base import PageId, Priority
 
+NO_PAGE = PageId(-1, -1)
+
+WAVE = 4  #: pages handed out at once while more than slots are left
+
 Lost = Callable[[PageId, K3Error], None]  #: a page that cannot be had, and why
 
 
+class Event(IntEnum):
+    """What happened in a store, as traces number it.
+
+    The first five concern a page: a request that found it, joined its read or began one, or a
+    guess that began one; and that it had to leave.  ``ENDED`` and ``FAILED`` (also: cancelled) end
+    its read.  The others are calls of the store as they begin, so that what ended before a call
+    is known from what ended after it.  ``TAKEN``: a step hands out its pages.  ``ASKED``: the
+    predictor is about to be, at the end of a layer (that of the page) about the next (its expert).
+    """
+
+    HIT = 0
+    LATE = 1
+    MISS = 2
+    PREFETCH = 3
+    EVICTED = 4
+    ENDED = 5
+    FAILED = 6
+    LEASE = 7
+    STEP = 8
+    GUESS = 9
+    DROP = 10
+    ASKED = 11
+    TAKEN = 12
+
+
+Watch = Callable[[Event, PageId, int], None]  #: event, page, its bytes where they say something
+
+
 class Lease:
-    """``lost``: who is told of a page that cannot be read, or is damaged; with None its error ends
+    """What a caller still has to get and what it holds.
+
+    ``lost``: who is told of a page that cannot be read, or is damaged; with None its error ends
     the walk, as every other error does."""
 
     def __init__(self, pages: Iterable[PageId], priority: Priority, lost: Lost | None) -> None:
         self.priority, self.thread = priority, threading.get_ident()
-        self.ready: deque[PageId] = deque()  # pinned, resident, not yet handed out
+        self.ready: dict[PageId, None] = {}  # pinned, resident, not yet handed out
         self.coming: set[PageId] = set()  # pinned, loading
+        self.order: dict[PageId, None] = {}  # these two, in the order in which they were pinned
         self.wanted: deque[PageId] = deque(pages)  # neither
         self.held: list[PageId] = []
         self.error: BaseException | None = None
@@ -29,11 +67,26 @@ class Lease:
         self.failed: list[tuple[PageId, K3Error]] = []  # of which nobody was told yet
 
     def pinned(self) -> set[PageId]:
-        return {*self.ready, *self.coming, *self.held}
+        return {*self.order, *self.held}
 
-    def fail(self, page: PageId, error: BaseException) -> None:
+    def have(self, page: PageId) -> None:
+        """``page`` is resident."""
+        self.coming.discard(page)
+        self.ready[page] = self.order[page] = None
+
+    def await_(self, page: PageId) -> None:
+        """``page`` is loading."""
+        self.coming.add(page)
+        self.order[page] = None
+
+    def lose(self, page: PageId) -> None:
         """``page``, which was coming, does not."""
         self.coming.discard(page)
+        self.order.pop(page, None)
+
+    def fail(self, page: PageId, error: BaseException) -> None:
+        """Nor will it."""
+        self.lose(page)
         if self._lost is not None and isinstance(error, (ReadError, CheckpointError)):
             self.failed.append((page, error))
         else:
@@ -44,3 +97,19 @@ class Lease:
         for page, error in failed:
             assert self._lost is not None
             self._lost(page, error)
+
+    def next(self, most: int, slots: int) -> list[PageId] | None:
+        """What to hand out now, nothing if the walk is over or pages were lost; None is to wait.
+        In waves number and order follow from the lease alone: what is held cannot be evicted."""
+        if self.failed:
+            return []
+        if self.wanted:
+            some = list(islice(self.order, min(most, WAVE, max(1, slots // 2))))
+            return some if some and self.coming.isdisjoint(some) else None
+        return list(islice(self.ready, most)) if self.ready or not self.coming else None
+
+    def hold(self, pages: Iterable[PageId]) -> None:
+        """Hand out ``pages``, which are ready."""
+        for page in pages:
+            del self.ready[page], self.order[page]
+            self.held.append(page)

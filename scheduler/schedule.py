@@ -16,14 +16,15 @@ import numpy.typing as npt
 from ..errors import UsageError
 from ..registry import implementations, names
 from ..tiers.base import PageId
-from .hints import Hints, Predictor, quantise
+from .hints import Codes, Hints, Predictor, nearest, quantise, spread
+from .lease import Event
 from .store import ExpertStore
 from .trial import Trial
 
 #: so many rows of a crowd that would choose an expert by now make it certain that one will
 SURE = 8
-NEAR = 2  #: times top k: how many of a row's best experts the policy hears about
 Floats = npt.NDArray[np.float32]
+Experts = npt.NDArray[np.integer[Any]]
 
 
 def predictor_named(name: str) -> tuple[Any, str | None]:
@@ -58,15 +59,19 @@ class Schedule:
         self.asks_router = predictor.asks_router
         self.asks_latent = predictor.asks_latent
 
-    def routed(self, layer: int, experts: npt.NDArray[np.integer[Any]], scores: Floats) -> None:
+    def routed(self, layer: int, experts: Experts, scores: Floats) -> None:
         """The router of ``layer`` chose ``experts`` [rows, k] by ``scores`` [rows, E]."""
+        told = None
+        if self._store.hears_router:
+            told = nearest(quantise(scores, self._top_k), self._top_k, experts)
+        self.heard(layer, experts, told)
+
+    def heard(self, layer: int, experts: Experts, told: tuple[Experts, Codes] | None) -> None:
+        """The same, with the scores in 8 bits: what ``nearest`` gives."""
         self._predictor.learn(layer, experts)
-        if not self._store.hears_router:
-            return
-        near = min(NEAR * self._top_k, scores.shape[1])
-        for codes in quantise(scores, self._top_k):
-            best = np.argsort(255 - codes, kind="stable")[:near]
-            self._store.note(layer, best, codes[best])
+        if told is not None and self._store.hears_router:
+            for best, codes in zip(*told, strict=True):
+                self._store.note(layer, best, codes)
 
     def begin(self, rows: int) -> None:
         """A sweep of ``rows`` decode rows begins."""
@@ -87,20 +92,38 @@ class Schedule:
     ) -> None:
         """``layer`` has ended; ``next_layer`` would choose by ``scores`` [rows, E] now, and the
         experts of ``layer`` were given ``latent`` [rows, Z]."""
-        codes = None if scores is None else quantise(scores, self._top_k)
+        codes = None
+        if self.asks_router and scores is not None:  # no more than a trace keeps
+            best = nearest(quantise(scores, self._top_k), self._top_k)
+            codes = spread(*best, scores.shape[1])
+        self.guess(layer, next_layer, codes, latent)
+        self.answered()
+
+    def answered(self) -> None:
+        """What ``asks`` allowed has been done."""
+        if self._trial:
+            self._trial.answered()
+
+    def guess(
+        self, layer: int, next_layer: int, codes: Codes | None, latent: Floats | None
+    ) -> None:
+        """``ahead`` with the scores in 8 bits."""
+        self._store.watch(Event.ASKED, PageId(layer, next_layer), 0)
+        if not self.asks_router:
+            codes = None
+        if not self.asks_latent:
+            latent = None
         hints = Hints(layer, next_layer, codes, latent, self._store.absent)
         guesses = self._predictor.guess(layer, hints)
         if guesses:
             self._store.prefetch([page for page, _ in guesses])
-        if self._trial:
-            self._trial.answered()
 
     def crowded(self, rows: int, experts: int) -> bool:
         """Whether ``rows`` that decode are so many that an expert is chosen ``SURE`` times on
         average: most come anyway, as in a prompt, and nobody need guess."""
         return self.asks_router and rows * self._top_k >= SURE * experts
 
-    def read_on(self, next_layer: int, chosen: npt.NDArray[np.integer[Any]], experts: int) -> None:
+    def read_on(self, next_layer: int, chosen: Experts, experts: int) -> None:
         """Some rows of a crowd would choose ``chosen`` [rows, k] of the ``experts`` of
         ``next_layer`` by now.
 

@@ -3,10 +3,10 @@
 It decides which page lies in which slot; the tier below moves the bytes.  A page is resident,
 loading or absent.  A lease starts its reads when entered and walks through its pages: residents,
 then arrivals as they come; each keeps its slot while it is held.  More than slots come in waves.
-
-The policy is called under the store's lock in the order of the schedule, so that evictions do not
-depend on which read ends first (in waves they do).  A prefetched page that nobody has asked for is
-guarded: no other prefetch evicts it, and a demand only when nothing else is left.
+The policy is called under the lock in the order of the schedule, and waves go on in that
+order, so that without prefetches no eviction depends on which read ends first.  A prefetched page
+that nobody has asked for is guarded: no other prefetch evicts it, and a demand only when nothing
+else is left.  ``watch`` hears everything that happens, in the order of the lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ..errors import SlotsExhausted
 from ..tiers.base import CachePolicy, Cancelled, PageId, Priority, Ticket, Tier
 from .counts import Counts
-from .lease import Lease, Lost
+from .lease import NO_PAGE, Event, Lease, Lost, Watch
 
 MOST = 16  #: pages that a lease hands out at once
 PREFETCH_ROOM = 64  #: prefetched pages waiting to be asked for, if the slots allow that many
@@ -37,6 +37,7 @@ class ExpertStore:
     """``slots`` buffers over ``tier``.  Thread-safe.
 
     ``prefetch_room``: prefetched pages that may wait; else a quarter of the slots, 64 at most.
+    ``change``: how it sleeps, for a tier in simulated time.
     """
 
     def __init__(
@@ -45,13 +46,14 @@ class ExpertStore:
         slots: Sequence[Any],
         policy: CachePolicy,
         prefetch_room: int | None = None,
+        change: threading.Condition | None = None,
     ) -> None:
         if not slots:
             raise SlotsExhausted("An expert store needs at least one slot and got none.")
         self.name = "ram"
         self.counts = Counts()
-        room = min(len(slots) // 4, PREFETCH_ROOM) if prefetch_room is None else prefetch_room
-        self.prefetch_room = room
+        quarter = min(len(slots) // 4, PREFETCH_ROOM)
+        self.prefetch_room = quarter if prefetch_room is None else prefetch_room
         self._tier, self._slots, self._policy = tier, slots, policy
         #: whether the policy makes anything of ``note``
         self.hears_router: bool = getattr(policy, "hears_router", False)
@@ -68,7 +70,8 @@ class ExpertStore:
         self._idle: set[PageId] = set()  # resident, without pin or guard: what can be evicted
         self._ending = 0  # slots of cancelled reads whose last pieces are still under way
         self._leases: set[Lease] = set()
-        self._change = threading.Condition()
+        self._change = change or threading.Condition()
+        self.watch: Watch = lambda event, page, size: None  # told under the lock
 
     @property
     def slots(self) -> int:
@@ -113,8 +116,8 @@ class ExpertStore:
         """An iterator over lists of (page, slot) that covers each of the distinct ``pages`` once.
 
         Entering starts the reads of all pages that find a slot, in the tier's order.  Each step
-        waits for a page and hands out what is there, ``most`` at once and, while more pages than
-        slots are left, no more than half of the slots.  A page keeps its slot until the next step
+        waits for a page and hands out what is there, ``most`` at once; while more pages than slots
+        are left, a few at once, in their order.  A page keeps its slot until the next step
         or the end of the block; then reads of this lease alone that have not begun are dropped.
         ``lost`` is told of a page that cannot be read as soon as that is known, on this thread, and
         the walk goes on without it.  Raises the tier's ``ReadError`` where ``lost`` is None, or
@@ -125,6 +128,7 @@ class ExpertStore:
         try:
             with self._change:
                 self._leases.add(lease)
+                self.watch(Event.LEASE, NO_PAGE, 0)
                 self._take_present(lease)
                 self._start_reads(lease)
             yield walk
@@ -136,30 +140,29 @@ class ExpertStore:
     def _walk(self, lease: Lease, most: int) -> Generator[Batch, None, None]:
         while True:
             with self._change:
+                self.watch(Event.STEP, NO_PAGE, 0)
                 self._release_held(lease)
-                self._wait_for_pages(lease)
-                limit = min(most, max(1, len(self._slots) // 2)) if lease.wanted else most
-                while lease.ready and len(lease.held) < limit:
-                    lease.held.append(lease.ready.popleft())
+                lease.hold(self._next_pages(lease, most))
+                self.watch(Event.TAKEN, NO_PAGE, 0)
                 batch = [(page, self._slots[self._slot[page]]) for page in lease.held]
                 failed, lease.failed = lease.failed, []
             lease.tell(failed)
-            if not batch:
-                if failed:
-                    continue
+            if not batch and not failed:
                 return
+            if not batch:
+                continue
             if self._handed_out is not None:
                 self._handed_out([slot for _, slot in batch])
             yield batch
 
-    def _wait_for_pages(self, lease: Lease) -> None:
-        """Until a page is ready, or the walk is over."""
+    def _next_pages(self, lease: Lease, most: int) -> list[PageId]:
+        """Waits for pages to hand out; none if the walk is over, or pages were lost."""
         while True:
             self._start_reads(lease)
             if lease.error is not None:
                 raise lease.error
-            if lease.ready or lease.failed or not (lease.coming or lease.wanted):
-                return
+            if (pages := lease.next(most, len(self._slots))) is not None:
+                return pages
             if not lease.coming:
                 self._refuse_deadlock(lease)
             begin = time.perf_counter()
@@ -186,9 +189,11 @@ class ExpertStore:
         ticket = self._loading.get(page)
         if ticket is None:
             self.counts.hits += 1
-            lease.ready.append(page)
+            lease.have(page)
+            self.watch(Event.HIT, page, 0)
         else:
             self.counts.late += 1
+            self.watch(Event.LATE, page, 0)
             self._await(page, lease)
             ticket.raise_to(lease.priority)
 
@@ -211,15 +216,12 @@ class ExpertStore:
             self._begin(page, slot, lease.priority)
 
     def _await(self, page: PageId, lease: Lease) -> None:
-        lease.coming.add(page)
+        lease.await_(page)
         self._waiting.setdefault(page, []).append(lease)
 
     def _refuse_deadlock(self, lease: Lease) -> None:
         """Nobody else can free a slot if the calling thread holds them all."""
-        mine: set[PageId] = set()
-        for other in self._leases:
-            if other.thread == lease.thread:
-                mine |= other.pinned()
+        mine = {p for other in self._leases if other.thread == lease.thread for p in other.pinned()}
         if len(mine) >= len(self._slots):
             raise SlotsExhausted(
                 f"All {len(self._slots)} expert slots are leased by the caller that asks for "
@@ -256,6 +258,7 @@ class ExpertStore:
         """
         started, room = 0, self.prefetch_room * (2 if sure else 1)
         with self._change:
+            self.watch(Event.GUESS, NO_PAGE, 0)
             if any(lease.wanted for lease in self._leases):
                 return 0  # pages that someone waits for have no slot yet
             for page in pages:
@@ -275,7 +278,8 @@ class ExpertStore:
         """The requests of ``layer`` are known: what else was prefetched for it is cancelled if it
         has not been read, and otherwise an ordinary page from now on."""
         with self._change:
-            for page in [page for page in self._guarded if page.layer == layer]:
+            self.watch(Event.DROP, NO_PAGE, 0)
+            for page in [p for p in self._guarded if p.layer == layer]:
                 self._unguard(page)
 
     def _unguard(self, page: PageId) -> None:
@@ -293,6 +297,7 @@ class ExpertStore:
         self.counts.bytes += size
         self.counts.prefetch_bytes += size * guess
         self._policy.insert(page)
+        self.watch(Event.PREFETCH if guess else Event.MISS, page, size)
         self._slot[page] = slot
         try:
             ticket = self._tier.read(page, self._slots[slot], priority)
@@ -312,12 +317,13 @@ class ExpertStore:
         self._guarded.pop(page, None)
         self._unused.discard(page)
         for lease in self._waiting.pop(page, ()):
-            lease.coming.discard(page)
+            lease.lose(page)
         self._policy.forget(page)
 
     def _arrived(self, page: PageId, slot: int, ticket: Ticket, size: int, guess: bool) -> None:
         """A read has ended, on a thread of the tier or inside a call of ours."""
         with self._change:
+            self.watch(Event.ENDED if ticket.error is None else Event.FAILED, page, ticket.landed)
             if isinstance(ticket.error, Cancelled):
                 self.counts.bytes -= size - ticket.landed
                 self.counts.prefetch_bytes -= (size - ticket.landed) * guess
@@ -329,8 +335,7 @@ class ExpertStore:
                 if page not in self._pins and page not in self._guarded:
                     self._idle.add(page)
                 for lease in self._waiting.pop(page, ()):
-                    lease.coming.discard(page)
-                    lease.ready.append(page)
+                    lease.have(page)
             else:
                 self._free.append(slot)
                 self._pins.pop(page, None)
@@ -372,15 +377,15 @@ class ExpertStore:
 
     def _evict(self, choice: Collection[PageId]) -> int:
         page = self._policy.evict(lambda page: page not in choice)
+        self.watch(Event.EVICTED, page, 0)
         self._idle.discard(page)
         self._guarded.pop(page, None)
         self._count_wasted(page)
         return self._slot.pop(page)
 
     def _count_wasted(self, page: PageId) -> None:
-        if page in self._unused:
-            self._unused.discard(page)
-            self.counts.wasted += 1
+        self.counts.wasted += page in self._unused
+        self._unused.discard(page)
 
     def _pin(self, page: PageId) -> None:
         self._pins[page] = self._pins.get(page, 0) + 1

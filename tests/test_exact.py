@@ -14,10 +14,10 @@ import torch
 
 from k3offload.engine import Engine
 from k3offload.generate import Token
+from k3offload.hooks import Hooks
 from k3offload.kernels import native
 from k3offload.kernels.choose import OPS
 from k3offload.loading import load
-from k3offload.model import Hooks
 from k3offload.run_logits import Routing, write_logits
 from k3offload.sampling import Sampling
 from tests.helpers_engine import (

@@ -32,21 +32,22 @@ GROUPS = {
     "batch_file batch_index batch_lines batch_openai batch_records batch_states",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "arena device_latents latents device_trunk fetch ring state weights",
-    "model": "adaptive model layer_kda layer_mla layer_moe stream",
+    "model": "adaptive hooks model layer_kda layer_mla layer_moe stream",
     "session": "prefix_folder prefixes session session_identity session_load session_manifest "
     "session_save",
     "engine": "accelerator batch batch_prompt batch_results choose_label device_warmup devices "
-    "open_device "
-    "engine engine_plan loading budget budget_kernels generate options plan_text spilling turns "
-    "warmup",
-    "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report trace",
+    "open_device engine engine_plan loading budget budget_kernels generate options plan_text "
+    "spilling turns warmup",
+    "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report",
+    "trace": "trace trace_import trace_like trace_made trace_record",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
     "rates",
-    "command": "batch_meter damage evaluate_append evaluate_recall run_batch run_generate "
+    "command": "batch_meter bench_policies damage evaluate_append evaluate_recall run_batch "
+    "run_generate "
     "run_logits",
     "cli": "cli cli_batch cli_bench cli_damage cli_evaluate cli_kernels cli_model cli_open "
-    "cli_options cli_pack cli_plan cli_run",
+    "cli_options cli_pack cli_plan cli_run cli_trace",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.
@@ -63,11 +64,12 @@ ALLOWED = {
     "session": "model state spec data tiers scheduler kernels",
     "engine": "session model state spec data tiers scheduler kernels",
     "edge": "engine session state spec data tiers scheduler kernels tiny",
+    "trace": "engine session model state spec data tiers scheduler kernels",
     "packing": "edge spec data tiers kernels state",
     "planning": "edge engine session model state spec data tiers scheduler kernels",
-    "command": "edge engine session model state spec data tiers scheduler kernels",
-    "cli": "command packing planning edge engine session state spec data tiers scheduler kernels "
-    "tiny root",
+    "command": "edge trace engine session model state spec data tiers scheduler kernels",
+    "cli": "command packing planning edge trace engine session state spec data tiers scheduler "
+    "kernels tiny root",
     "root": "cli edge engine session state spec data tiers scheduler kernels",
 }
 LONELY = ("edge",)  # files of these groups never import one another
@@ -75,6 +77,7 @@ LONELY = ("edge",)  # files of these groups never import one another
 UPWARDS = {("session", "k3offload.generate")}
 TORCH_FREE = ("leaf", "spec", "data", "tiny", "scheduler")
 TORCH_FREE_EDGES = [
+    "bench_policies",
     "bench_read",
     "budget",
     "check",
@@ -95,6 +98,10 @@ TORCH_FREE_EDGES = [
     "plan_report",
     "plan_text",
     "rates",
+    "trace",
+    "trace_import",
+    "trace_like",
+    "trace_made",
 ]
 KERNELS_MAY = {"torch", "triton", "numpy", "k3offload"}
 

@@ -139,7 +139,7 @@ class EvictsWhatLoads(ExpertStore):
 
 class HandsOutEarly(ExpertStore):
     def _await(self, page: PageId, lease: Any) -> None:
-        lease.ready.append(page)
+        lease.have(page)
 
 
 class ReadsTwice(ExpertStore):

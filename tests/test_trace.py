@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +13,19 @@ import torch
 import k3offload
 from k3offload import trace
 from k3offload.errors import UsageError
-from k3offload.scheduler.hints import CHOSEN, quantise
+from k3offload.kernels.attnres_reference import attnres
+from k3offload.scheduler.hints import CHOSEN, NEAR, quantise
+from k3offload.scheduler.lease import Event
 from k3offload.scheduler.sweep import Group, Span, pack
-from k3offload.trace import Recorder, read_trace
+from k3offload.trace import Trace, Writer, read_trace
+from k3offload.trace_made import plain, write_trace
+from k3offload.trace_record import Recorder, record
 
 LAYERS, EXPERTS, TOP_K = (1, 2, 4), 12, 2
 
 
-def recorder(folder: Path, latent: int = 0) -> Recorder:
-    return Recorder(folder, LAYERS, EXPERTS, TOP_K, latent)
+def recorder(folder: Path, **parts: Any) -> Recorder:
+    return Recorder(folder, LAYERS, EXPERTS, TOP_K, **parts)
 
 
 def scores_of(layer: int, positions: Sequence[int]) -> torch.Tensor:
@@ -49,44 +54,63 @@ def sweep(r: Recorder, spans: Sequence[Span], stop: int | None = None, ahead: bo
 
 
 def test_what_is_recorded(tmp_path: Path) -> None:
-    r = recorder(tmp_path / "t")
-    r.sequences = [7, 8, 9]
+    r = recorder(tmp_path / "t", ahead=True, margin=True)
     sweep(r, [Span(0, 600, False), Span(30, 1, True), Span(5, 20, False)])  # three groups
-    r.sequences = [8]
     sweep(r, [Span(31, 1, True)], ahead=True)
     sweep(r, [Span(32, 1, True)])  # nobody asked the routers: what they said before is no guess
     r.close()
     t = read_trace(tmp_path / "t")
     assert t.layers.tolist() == list(LAYERS) and (t.experts, t.top_k) == (EXPERTS, TOP_K)
     assert t.position.tolist() == [30, *range(600), *range(5, 25), 31, 32]
-    assert t.sequence.tolist() == [8, *[7] * 600, *[9] * 20, 8, 8]
+    assert t.sequence.tolist() == [1, *[0] * 600, *[2] * 20, 0, 0]
     assert t.sweep.tolist() == [0] * 621 + [1, 2]
     assert t.decode.tolist() == [True, *[False] * 620, True, True]
     assert (np.take_along_axis(t.dense(), t.best.astype(int), 2) == t.codes).all()
-    assert ((t.dense() > 0).sum(2) <= 2 * TOP_K).all()
+    assert ((t.dense() > 0).sum(2) <= TOP_K + NEAR).all()
     for place, layer in enumerate(LAYERS):
-        codes = quantise(scores_of(layer, t.position.tolist()), TOP_K)
+        scores = scores_of(layer, t.position.tolist()).numpy()
+        codes = quantise(scores, TOP_K)
         assert (
             np.take_along_axis(codes, t.best[:, place].astype(int), 1) == t.codes[:, place]
         ).all()
         assert (np.sort(t.best[:, place, :TOP_K]) == t.chosen[:, place]).all()
         assert (t.codes[:, place, :TOP_K] >= CHOSEN).all()
+        ranked = -np.sort(-scores, axis=1)
+        assert np.allclose(
+            t.more["margin"][:, place], ranked[:, TOP_K - 1] - ranked[:, TOP_K], atol=1e-3
+        )
         assert t.ahead(0, place) is None and t.ahead(622, place) is None
         said = t.ahead(621, place)
         assert said is not None
         truth = quantise(scores_of(layer + 100, [31]), TOP_K)
-        known = t.ahead_best[621, place]
-        assert (said[0, known] == truth[0, known]).all() and (said > 0).sum() <= 2 * TOP_K
+        known = t.more["ahead_best"][621, place]
+        assert (said[0, known] == truth[0, known]).all() and (said > 0).sum() <= TOP_K + NEAR
+    some = read_trace(tmp_path / "t", parts=["margin"])
+    assert list(some.more) == ["margin"] and some.digest == t.digest
+    assert t.rows(slice(5)).digest != t.digest
+
+
+def test_a_row_gets_the_same_bytes_in_any_company(tmp_path: Path) -> None:
+    """However many rows are put into 8 bits at a time."""
+    for name, spans in (("one", [(i, 1) for i in range(90)]), ("all", [(0, 90)])):
+        r = recorder(tmp_path / name)
+        for begin, count in spans:
+            sweep(r, [Span(begin, count, False)])
+        r.close()
+    one, all_ = (read_trace(tmp_path / name) for name in ("one", "all"))
+    assert (one.best == all_.best).all() and (one.codes == all_.codes).all()
 
 
 def test_latents_only_when_wanted(tmp_path: Path) -> None:
     for width, wanted in ((3, [1.0, 0.0, 0.0]), (0, [])):
-        r = recorder(tmp_path / str(width), width)
+        r = recorder(tmp_path / str(width), latent=width)
         sweep(r, [Span(3, 1, True)], ahead=True)
         r.close()
-        latent = read_trace(tmp_path / str(width)).latent
-        assert latent.shape == (1, 3, width)
-        assert latent[0, :, :1].ravel().tolist() == wanted  # of layer 1, told at its end
+        more = read_trace(tmp_path / str(width)).more
+        assert set(more) == ({"latent"} if width else set())
+        if width:  # of layer 1, told at its end
+            assert more["latent"].shape == (1, 3, width)
+            assert more["latent"][0, :, :1].ravel().tolist() == wanted
 
 
 def test_broken_sweeps_are_left_out(tmp_path: Path) -> None:
@@ -109,49 +133,124 @@ def test_recording_may_begin_within_a_sweep(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t").position.tolist() == [3, 4]
 
 
-def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "CHUNK", 2000)
+def test_memory_is_bounded_and_a_kill_loses_one_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on the disk is readable at any time: here after every sweep, nothing closed."""
+    monkeypatch.setattr(trace, "ROWS", (8, 8))
+    monkeypatch.setattr("k3offload.trace_record.RAW", 600)
     r = recorder(tmp_path / "t")
     for position in range(40):
         sweep(r, [Span(position, 1, True)])
-        assert r._bytes < 2000
+        assert r._bytes < 600 and r.writer.nbytes < 1000
+        found = read_trace(tmp_path / "t").position.tolist()
+        assert found == list(range(len(found))) and position - len(found) < 12
     r.close()
-    assert len(list((tmp_path / "t").iterdir())) > 1
     t = read_trace(tmp_path / "t")
     assert t.position.tolist() == t.sweep.tolist() == list(range(40))
-    assert len(t.head(5).chosen) == 5 and len(t.head(None).chosen) == 40
+    assert len(t.rows(slice(5)).chosen) == 5
+
+
+def test_ten_thousand_tokens_of_k3_are_less_than_80_mb(tmp_path: Path) -> None:
+    """A fiftieth of them, of random routing, which cannot be made small."""
+    rng = np.random.default_rng(0)
+    scores = rng.random((200 * 92, 896), np.float32)
+    from k3offload.scheduler.hints import nearest
+
+    best, codes = nearest(quantise(scores, 16), 16)
+    t = plain(
+        np.arange(1, 93), 896, 16, best.reshape(200, 92, 20).astype(np.uint16),
+        codes.reshape(200, 92, 20),
+    )  # fmt: skip
+    write_trace(tmp_path / "t", t)
+    stored = sum(p.stat().st_size for p in (tmp_path / "t").rglob("*") if p.is_file())
+    assert stored < 80e6 / 50
+    assert read_trace(tmp_path / "t").digest == t.digest
 
 
 def test_refusals(tmp_path: Path) -> None:
     r = recorder(tmp_path / "t")
     sweep(r, [Span(0, 5, False)])
     r.close()
-    with pytest.raises(UsageError, match="not empty"):
+    with pytest.raises(UsageError, match="not an empty folder"):
         recorder(tmp_path / "t")
-    file = tmp_path / "t" / "trace-000001.npz"
-    good = file.read_bytes()
-    for content in (b"", b"text", good[: len(good) // 2], good[:300] + b"\xff" * 40 + good[340:]):
-        file.write_bytes(content)
+    chunk = next(p for p in (tmp_path / "t" / "codes" / "c").rglob("*") if p.is_file())
+    good = chunk.read_bytes()
+    for content in (b"", b"text", good[: len(good) // 2], None):
+        chunk.unlink() if content is None else chunk.write_bytes(content)
         with pytest.raises(UsageError, match="no routing trace"):
-            read_trace(file)
+            read_trace(tmp_path / "t")
+    chunk.write_bytes(good)
+    assert len(read_trace(tmp_path / "t").best) == 5
+    about = tmp_path / "t" / "zarr.json"
+    about.write_text(about.read_text().replace('"version": 2', '"version": 3'))
+    with pytest.raises(UsageError, match="k3offload trace' 3"):
+        read_trace(tmp_path / "t")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="no routing trace"):
-        read_trace(tmp_path / "empty")
+    for path in (tmp_path / "empty", tmp_path / "nothing", about):
+        with pytest.raises(UsageError, match="no routing trace"):
+            read_trace(path)
 
 
-def test_of_an_engine(tmp_path: Path) -> None:
-    """The hook of a real engine gives what the recorder takes."""
-    with k3offload.load("nano", context=128) as engine:
-        moe = engine.spec.moe
-        assert moe is not None
-        r = Recorder(tmp_path / "t", engine.spec.moe_layers, moe.experts, moe.top_k)
-        engine.hooks.on_route = r.on_route
+def recorded(folder: Path, parts: Sequence[str], **how: Any) -> tuple[Trace, k3offload.Engine]:
+    """Of a prompt and three tokens."""
+    with k3offload.load("nano", context=128, **how) as engine:
+        record(engine, folder, parts)
         with engine.session() as session:
             session.append(list(range(70)))
             session.logits()
-            session.append_sampled(70)
-            session.logits()
-        r.close()
-    t = read_trace(tmp_path / "t")
-    assert t.position.tolist() == list(range(71)) and t.decode.tolist() == [False] * 70 + [True]
-    assert (np.sort(t.best[:, :, : moe.top_k]) == t.chosen).all()
+            for token in (70, 71, 72):
+                session.append_sampled(token)
+                session.logits()
+    return read_trace(folder), engine
+
+
+def test_of_an_engine(tmp_path: Path) -> None:
+    t, engine = recorded(tmp_path / "t", ("ahead", "mixing", "tiers", "latent"), cache="500k")
+    moe = engine.spec.moe
+    assert moe is not None
+    assert t.position.tolist() == list(range(73)) and t.decode.tolist() == [False] * 70 + [True] * 3
+    assert (t.page_bytes, t.about["policy"]) == (engine.checkpoint.expert_bytes, "reuse")
+    assert t.more["latent"][71, :-1].any(axis=1).all() and not t.more["latent"][:70].any()
+    guesses = [t.ahead(71, place) is not None for place in range(len(t.layers))]
+    assert sum(guesses) >= len(guesses) - 1
+    mixing = t.more["mixing"].astype(int)
+    assert mixing.shape[:2] == (73, 2 * len(engine.spec.layers))
+    total = mixing.sum(2)  # of shares that add up to 255, rounded
+    assert ((total == 0) | (abs(total - 255) <= 2)).all() and (total[:, 3:] > 0).all()
+    kinds = np.bincount(t.events["event_kind"], minlength=len(Event))
+    requests = kinds[Event.HIT] + kinds[Event.LATE] + kinds[Event.MISS]
+    asked = sum(len(step.pages) for step in t.leases())
+    assert requests == asked and kinds[Event.LEASE] == 4 * len(t.layers)
+    assert kinds[Event.MISS] + kinds[Event.PREFETCH] == kinds[Event.ENDED] + kinds[Event.FAILED]
+    assert (np.diff(t.events["event_time"]) >= 0).all()
+
+
+def test_shares_are_those_of_the_mix() -> None:
+    from k3offload.kernels.attnres_reference import shares
+
+    torch.manual_seed(0)
+    entries = [torch.randn(5, 8) for _ in range(3)]
+    norm, query = torch.randn(8), torch.randn(8)
+    share = shares(entries, norm, query, 1e-6)
+    mixed = sum(share[:, i, None] * entry for i, entry in enumerate(entries))
+    assert torch.allclose(torch.as_tensor(mixed), attnres(entries, norm, query, 1e-6), atol=1e-6)
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def full(*given: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with k3offload.load("nano", context=128) as engine:
+        engine.warn = said.append
+        record(engine, tmp_path / "t")
+        monkeypatch.setattr(Writer, "append", full)
+        with engine.session() as session:
+            session.append([1, 2, 3])
+            assert session.logits().shape
+    assert len(said) == 1 and "ends here: No space left" in said[0]
+    assert len(read_trace(tmp_path / "t").best) == 0

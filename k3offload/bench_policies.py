@@ -1,0 +1,189 @@
+"""A benchmark of cache policies and predictors over traces, without hardware.
+
+For each capacity: bytes of every policy beside LRU, Belady's MIN and the compulsory bound (each
+page once), and the share of the gap between LRU and MIN that it closes.  All have the same requests
+and leases, from a cold cache.  Policies and predictors are found by file name.  What this knows of
+a predictor is modelled time: a link, and seconds of computing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .config import parse_size
+from .errors import UsageError
+from .registry import implementation, names
+from .scheduler.belady import Belady
+from .scheduler.counts import Counts
+from .scheduler.replay import Cache, Leases, Requests, Step, replay
+from .scheduler.replay_tiers import Link, ModelTier
+from .scheduler.replay_timed import Pace, replay_timed
+from .tiers.base import PageId
+from .trace import Trace
+
+CAPACITIES = ("12%", "25%", "50%")
+BASELINE, NOTHING = "lru", "none"
+
+
+class Room(NamedTuple):
+    """A capacity: slots of the tiers, the nearest first, and how it was written."""
+
+    text: str
+    slots: tuple[int, ...]
+
+
+class Speeds(NamedTuple):
+    """What replay in modelled time takes for granted.  Links: from the disk, and to a device."""
+
+    links: tuple[Link, Link] = (Link(6e9, 1e-4), Link(25e9, 2e-5))
+    pace: Pace = Pace(2e-3, 2e-4)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes that one tier reads for its requests: by LRU, at least, and each page once."""
+
+    lru: int
+    least: int
+    compulsory: int
+
+    def closed(self, size: int) -> float:
+        """Share of the gap that reading ``size`` bytes closes."""
+        gap = self.lru - self.least
+        return round((self.lru - size) / gap, 4) if gap else 0.0
+
+
+def room(text: str, trace: Trace) -> Room:
+    """``25%`` of all experts, ``64G``, or two of these for two tiers: ``8G+64G``.  Raises
+    ``UsageError``."""
+    total, slots = len(trace.layers) * trace.experts, []
+    for part in text.split("+"):
+        if part.strip().endswith("%"):
+            try:
+                share = float(part.strip()[:-1]) / 100
+            except ValueError as error:
+                raise UsageError(f"{part!r} is no share.", "Write it like 25%.") from error
+            count = round(share * total)
+        else:
+            count = parse_size(part) // trace.page_bytes
+        slots.append(count)
+    if len(slots) > 2 or min(slots) < 1 or max(slots) > 10 * total:
+        raise UsageError(
+            f"The capacity {text!r} is {' and '.join(map(str, slots))} experts of {total}.",
+            "Give at least one, of one tier or of two: --capacity 25%, 64G or 8G+64G.",
+        )
+    return Room(text, tuple(slots))
+
+
+def chosen_names(kind: str, given: Sequence[str] | None, all_of: bool) -> list[str]:
+    """The names of ``given``, or all that there are.  Raises ``UsageError``."""
+    known = names("scheduler", kind)
+    for name in given or ():
+        if name not in known:
+            raise UsageError(f"There is no {kind} {name!r}.", f"Use {', '.join(known)}.")
+    return list(dict.fromkeys(given)) if given else (known if all_of else [NOTHING])
+
+
+def compare(
+    trace: Trace,
+    rooms: Sequence[Room],
+    policies: Sequence[str],
+    predictors: Sequence[str] = (NOTHING,),
+    speeds: Speeds = Speeds(),  # noqa: B008, it is immutable
+    tell: Callable[[str], None] = lambda text: None,
+) -> Iterator[dict[str, Any]]:
+    """A line of figures for each capacity, predictor, policy and tier."""
+    run, size = trace.leases(), trace.page_bytes
+    about = _about(trace, run)
+    for place in rooms:
+        slots = place.slots[0]
+        tell(f"{place.text}: MIN of {slots:,} slots")
+        bounds = _bounds(run, slots, size, run.distinct)
+        for predictor in predictors:
+            for policy in policies:
+                tell(f"{place.text}: {policy}, {predictor}")
+                begin = time.perf_counter()
+                below = Requests()
+                counts, low = _play(trace, run, place, policy, predictor, speeds, below)
+                seconds = round(time.perf_counter() - begin, 3)
+                what = {"policy": policy, "predictor": predictor, "capacity": place.text}
+                for tier, found in enumerate((counts, low)):
+                    if found is None:
+                        continue
+                    own = bounds
+                    if tier:
+                        own = _bounds(below, place.slots[1], size, below.distinct)
+                    figures = _figures(found, own, size)
+                    where = {"tier": tier, "slots": place.slots[tier], "replay_seconds": seconds}
+                    yield {**about, **what, **where, **figures}
+
+
+def _play(
+    trace: Trace,
+    run: Leases,
+    place: Room,
+    policy: str,
+    predictor: str,
+    speeds: Speeds,
+    seen: Requests,
+) -> tuple[Counts, Counts | None]:
+    """Counts of the nearest tier, and of the one below it if there is one; ``seen`` hears what
+    that is asked for."""
+    make = implementation("scheduler", "policy", policy).Policy
+    slots, size = place.slots[0], trace.page_bytes
+    low: Cache | None = None
+    if len(place.slots) == 2:
+        low = _Heard(make(place.slots[1]), place.slots[1], size, seen)
+    if predictor == NOTHING:
+        counts = replay(run, make(slots), slots, size, low.request if low else None)
+    else:
+        disk, bus = speeds.links
+        tier = ModelTier(size, disk) if low is None else ModelTier(size, bus, low, disk)
+        guess = implementation("scheduler", "predict", predictor).Predictor(
+            trace.layers.tolist(), trace.experts, trace.top_k
+        )
+        counts = replay_timed(
+            run, make(slots), guess, slots, tier, guessed=trace.guessed, pace=speeds.pace
+        )
+    return counts, None if low is None else low.result()
+
+
+class _Heard(Cache):
+    """A tier below another, which writes down what it is asked for."""
+
+    def __init__(self, policy: Any, slots: int, size: int, seen: Requests) -> None:
+        super().__init__(policy, slots, size)
+        self._seen = seen
+
+    def request(self, page: PageId) -> None:
+        self._seen.add(page)
+        super().request(page)
+
+
+def _bounds(run: Iterable[Step], slots: int, size: int, distinct: int) -> Bounds:
+    lru = implementation("scheduler", "policy", BASELINE).Policy
+    least = replay(run, Belady(run), slots, size).bytes
+    return Bounds(replay(run, lru(slots), slots, size).bytes, least, distinct * size)
+
+
+def _figures(counts: Counts, bounds: Bounds, size: int) -> dict[str, Any]:
+    c, in_time = counts, counts.useful - counts.late
+    return {
+        "bytes": c.bytes, "lru_bytes": bounds.lru, "min_bytes": bounds.least,
+        "compulsory_bytes": bounds.compulsory, "gap_closed": bounds.closed(c.bytes),
+        "requests": c.requests, "hits": c.hits, "resident": c.hits - in_time,
+        "prefetched_in_time": in_time, "late": c.late, "misses": c.misses,
+        "prefetches": c.prefetches, "prefetch_bytes": c.prefetch_bytes, "page_bytes": size,
+        "waited_seconds": round(c.wait_seconds, 6),
+    }  # fmt: skip
+
+
+def _about(trace: Trace, run: Leases) -> dict[str, Any]:
+    return {
+        "trace": trace.digest, "source": trace.source, "rows": len(trace.best),
+        "layers": len(trace.layers), "experts": trace.experts, "top_k": trace.top_k,
+        "sequences": len(set(trace.sequence.tolist())), "pages": run.total,
+    }  # fmt: skip

@@ -1,0 +1,122 @@
+"""Replay in which reads take time: predictors, late pages and waits, without hardware.
+
+Here the store, the schedule, the policy and the predictor are the live ones; only the tier below
+is not real (``replay_tiers.py``).  With a log of when reads ended, everything happens as it did in
+the run; in modelled time it is close, and with predictor ``none`` no byte depends on time at all.
+What prompts read ahead (``Schedule.read_on``) is known from a log only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..tiers.base import CachePolicy
+from .counts import Counts
+from .hints import Predictor, spread
+from .lease import Event
+from .replay import Leases, Step, check
+from .replay_tiers import LoggedTier, ModelTier, Sleep
+from .schedule import Schedule
+from .store import ExpertStore
+
+
+class Pace(NamedTuple):
+    """Seconds of computing: of a layer before its requests are known, and of a page."""
+
+    layer: float = 0.0
+    page: float = 0.0
+
+
+class Guessed(NamedTuple):
+    """What predictors are told, of each row: the router's guess [T, L, M], codes of 0 where nobody
+    asked it, and the latent [T, L, Z]; None where it was not recorded."""
+
+    best: Any = None
+    codes: Any = None
+    latent: Any = None
+
+
+def replay_timed(
+    run: Leases,
+    policy: CachePolicy,
+    predictor: Predictor,
+    slots: int,
+    tier: ModelTier | LoggedTier,
+    *,
+    guessed: Guessed = Guessed(),  # noqa: B008, it is immutable
+    pace: Pace = Pace(),  # noqa: B008
+) -> Counts:
+    """Counts of ``run`` over ``tier``; seconds waited are those of the tier."""
+    tier.orders = run.orders
+    store = ExpertStore(tier, [None] * slots, policy, change=Sleep(tier))
+    log = tier if isinstance(tier, LoggedTier) else None
+    if log is not None:
+        store.watch = log.watch
+    clock = (lambda: tier.now) if isinstance(tier, ModelTier) else (lambda: 0.0)
+    schedule = Schedule(store, predictor, run.top_k, clock)
+    sweep = -1
+    for step in run.steps():
+        begin, end, place = step.at
+        decodes = run.decodes(begin, end)
+        if decodes and begin != sweep:
+            if sweep >= 0:
+                schedule.end()
+            sweep = begin
+            schedule.begin(end - begin)
+        if log is not None:
+            _as_logged(store, schedule, log, run, step, guessed)
+        elif decodes and step.layer > 0 and schedule.asks():
+            _ask(schedule, run, step, guessed)
+            schedule.answered()
+        tier.pass_time(pace.layer)
+        if decodes:
+            schedule.heard(step.layer, run.chosen(begin, end, place), run.told(begin, end, place))
+        with store.lease(step.pages) as arrivals:
+            store.drop_prefetches(step.layer)
+            left = len(step.pages)
+            for batch in arrivals:
+                tier.pass_time(pace.page * len(batch))
+                left -= len(batch)
+                if not left:  # as the engine, which asks for no more then
+                    break
+    tier.settle()
+    counts = store.counts
+    counts.wait_seconds = 0.0
+    if isinstance(tier, ModelTier):
+        counts.wait_seconds = tier.waited
+        assert counts.bytes == tier.moved  # what it says it read is what came
+        assert counts.misses + counts.prefetches == tier.started
+    check(counts, tier.size(run.first), len(store._unused))
+    return counts
+
+
+def _ask(schedule: Schedule, run: Leases, step: Step, guessed: Guessed) -> None:
+    """At the end of the layer above, about the rows of ``step``."""
+    begin, end, place = step.at
+    codes = latent = None
+    if guessed.codes is not None and guessed.codes[begin:end, place].any():
+        own = slice(begin, end), place
+        codes = spread(guessed.best[own], guessed.codes[own], run.experts)
+    if guessed.latent is not None and place > 0:
+        latent = guessed.latent[begin:end, place - 1].astype(np.float32)
+    schedule.guess(step.layer - 1, step.layer, codes, latent)
+
+
+def _as_logged(
+    store: ExpertStore,
+    schedule: Schedule,
+    log: LoggedTier,
+    run: Leases,
+    step: Step,
+    guessed: Guessed,
+) -> None:
+    """Ask where the run asked, and read ahead where a prompt did."""
+    log.settle()
+    if log.next()[0] == Event.ASKED:
+        _ask(schedule, run, step, guessed)
+    else:
+        pages = log.guesses()
+        if pages is not None:
+            store.prefetch(pages)

@@ -1,0 +1,93 @@
+"""Replay of a recorded run is the run: the engine's counts, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import k3offload
+from k3offload import registry
+from k3offload.errors import UsageError
+from k3offload.scheduler.counts import Counts
+from k3offload.scheduler.replay import replay
+from k3offload.scheduler.replay_tiers import Link, LoggedTier, ModelTier, log_of
+from k3offload.scheduler.replay_timed import Pace, replay_timed
+from k3offload.trace import Trace, read_trace
+from k3offload.trace_record import record
+
+TEXT = "In the beginning God created the heaven and the earth. And the earth was without form."
+PAGE = 14688  #: bytes of an expert of the embedded model
+
+
+def policy(name: str, slots: int) -> Any:
+    return registry.implementation("scheduler", "policy", name).Policy(slots)
+
+
+def predictor(name: str, trace: Trace) -> Any:
+    made = registry.implementation("scheduler", "predict", name).Predictor
+    return made(trace.layers.tolist(), trace.experts, trace.top_k)
+
+
+def live(
+    folder: Path, policy: str, slots: int, predict: str = "none", parts: tuple[str, ...] = ()
+) -> tuple[Counts, int, Trace]:
+    """Two sequences side by side: prompts, rows that decode alone and together."""
+    how: dict[str, Any] = {"cache": slots * PAGE, "policy": policy, "predict": predict}
+    with k3offload.load("nano", context=256, sweep=64, sessions=2, **how) as engine:
+        record(engine, folder, parts)
+        with engine.session() as one, engine.session() as two:
+            one.append(TEXT * 2)
+            two.append("And Jesus said unto him,")
+            engine.advance([one, two])
+            for i in range(24):
+                for session in (one, two) if i % 3 else (one,):
+                    session.append_sampled(int(session.logits().argmax()))
+                engine.advance([one, two])
+        assert engine.store is not None
+        counts, slots = engine.store.counts.copy(), engine.store.slots
+    counts.wait_seconds = 0
+    return counts, slots, read_trace(folder)
+
+
+@pytest.mark.parametrize("slots", [20, 84])  # fewer than a prompt asks a layer for, and more
+@pytest.mark.parametrize("name", registry.names("scheduler", "policy"))
+def test_without_predictor_replay_is_the_engine(name: str, slots: int, tmp_path: Path) -> None:
+    counts, slots, trace = live(tmp_path / "t", name, slots)
+    assert replay(trace.leases(), policy(name, slots), slots, trace.page_bytes) == counts
+    assert counts.bytes == counts.misses * PAGE > 0
+    tier = ModelTier(PAGE, Link(1e9, 1e-3))
+    timed = replay_timed(trace.leases(), policy(name, slots), predictor("none", trace), slots, tier)
+    assert timed.wait_seconds > 0
+    timed.wait_seconds = 0
+    assert timed == counts
+    other = trace.rows(trace.sweep != 5)
+    assert replay(other.leases(), policy(name, slots), slots, PAGE) != counts
+
+
+@pytest.mark.parametrize(
+    ("name", "predict", "slots", "near"),
+    [("lru", "router", 84, 0.1), ("reuse", "combined", 120, 0.02), ("lfru", "repeat", 40, 0.1)],
+)
+def test_with_a_log_of_arrivals_replay_is_the_engine(
+    name: str, predict: str, slots: int, near: float, tmp_path: Path
+) -> None:
+    """Hits, late pages, guesses and bytes; in modelled time bytes come close.  Less so where most
+    guesses are in vain: how much of them is read before they are cancelled is the machine's."""
+    counts, slots, trace = live(tmp_path / "t", name, slots, predict, ("tiers", "ahead"))
+    assert counts.prefetches and counts.useful
+
+    def logged(slots: int) -> Counts:
+        tier = LoggedTier(PAGE, log_of(trace.events))
+        made = policy(name, slots), predictor(predict, trace)
+        return replay_timed(trace.leases(), *made, slots, tier, guessed=trace.guessed)
+
+    assert logged(slots) == counts
+    with pytest.raises(UsageError, match="at event"):
+        logged(slots - 1)
+    made = policy(name, slots), predictor(predict, trace)
+    tier, pace = ModelTier(PAGE, Link(1e9, 1e-4)), Pace(1e-4, 1e-5)
+    model = replay_timed(trace.leases(), *made, slots, tier, guessed=trace.guessed, pace=pace)
+    assert model.requests == counts.requests
+    assert abs(model.bytes - counts.bytes) < near * counts.bytes
