@@ -166,9 +166,9 @@ class Model:
         for part in _parts(groups):
             first = part.start - runs[part.run].state.position
             tokens += runs[part.run].tokens[first : first + part.count]
-        first = self._sides.layers[0]
-        p = first.kernels.here(self._weights.embed(tokens, self._dtype))[0]
-        return Stream(p, first, sealed)
+        side = self._sides.layers[0]
+        p = side.kernels.here(self._weights.embed(tokens, self._dtype))[0]
+        return Stream(p, side, sealed)
 
     def _attention(
         self,

@@ -183,7 +183,7 @@ class Interrupt:
 CODES = {
     f.__code__
     for f in (
-        Model.sweep, Model._check, Model._embed, Engine.sweep, Engine.run, Session.keep_logits,
+        Model.sweep, Model._check, Model._stream, Engine.sweep, Engine.run, Session.keep_logits,
         SequenceState.reserve, SequenceState.usable,
     )
 }  # fmt: skip
