@@ -1,4 +1,7 @@
-"""The commands ``evaluate append`` and ``evaluate recall``: parse, call, print."""
+"""The commands ``evaluate append`` and ``evaluate recall``: parse, call, print.
+
+The other commands of ``evaluate`` have files of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from . import cli_operators
 from .cli_options import AsJson, How, Model, at_least_one, loading_options, takes_how
 from .config import show_size
 from .errors import UsageError
@@ -28,9 +32,10 @@ Plot = Annotated[Path | None, typer.Option(help="Also write a chart, SVG.")]
 
 def add_to(app: typer.Typer) -> None:
     """Register ``evaluate`` and what it can measure."""
-    group = typer.Typer(help="Measure a model over long contexts.", no_args_is_help=True)
+    group = typer.Typer(help="Measure a model.", no_args_is_help=True)
     group.command("append")(append)
     group.command("recall")(recall)
+    cli_operators.add_to(group)
     app.add_typer(group, name="evaluate")
 
 
