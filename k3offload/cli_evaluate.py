@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import cli_operators
-from .cli_options import AsJson, How, Model, at_least_one, loading_options, takes_how
+from . import cli_operators, cli_routing
+from .cli_options import AsJson, How, Model, at_least_one, loading_options, read_text, takes_how
 from .config import show_size
-from .errors import UsageError
 from .find import find_model, find_output
 from .plot_svg import line_chart, write_chart
 from .progress import Progress, loading_libraries, write_out
@@ -36,6 +35,7 @@ def add_to(app: typer.Typer) -> None:
     group.command("append")(append)
     group.command("recall")(recall)
     cli_operators.add_to(group)
+    cli_routing.add_to(group)
     app.add_typer(group, name="evaluate")
 
 
@@ -159,11 +159,4 @@ def _places(model: str, plot: Path | None, text: Path | None) -> tuple[Path | No
     place = None if plot is None else find_output(plot, find_model(model))
     if text is None:
         return place, None
-    data = text.read_bytes()
-    try:
-        return place, data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{text} is not UTF-8: byte {error.start} cannot be read.",
-            "Convert it first (iconv -t UTF-8).",
-        ) from error
+    return place, read_text(text)

@@ -187,8 +187,8 @@ class Cases:
             def ready(
                 hand: Hand, x: torch.Tensor = x, decode: bool = kind == DECODE
             ) -> Callable[[], Tensors]:
-                rows, own = hand.rows(x), range(len(x))
-                jobs = [Job(*map(hand.weight, expert), rows=own) for expert in experts]
+                rows, own, put = hand.rows(x), range(len(x)), hand.weight
+                jobs = [Job(put(gate), put(up), put(down), own) for gate, up, down in experts]
                 return lambda: (hand.kernels.experts(rows, jobs, act, decode),)
 
             weights = format_of(experts[0][0]) + note

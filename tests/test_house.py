@@ -37,14 +37,15 @@ GROUPS = {
     "session_save",
     "engine": "accelerator batch choose_label device_warmup devices open_device engine engine_plan "
     "loading budget budget_kernels generate options plan_text spilling turns warmup",
-    "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report trace",
+    "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report "
+    "routing_figures trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
     "rates",
     "command": "damage evaluate_append evaluate_operators evaluate_operators_cases evaluate_recall "
-    "run_batch run_generate run_logits",
+    "evaluate_routing run_batch run_generate run_logits",
     "cli": "cli cli_batch cli_bench cli_damage cli_evaluate cli_kernels cli_model cli_open "
-    "cli_operators cli_options cli_pack cli_plan cli_run",
+    "cli_operators cli_options cli_pack cli_plan cli_routing cli_run",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.
@@ -93,6 +94,7 @@ TORCH_FREE_EDGES = [
     "plan_report",
     "plan_text",
     "rates",
+    "routing_figures",
 ]
 KERNELS_MAY = {"torch", "triton", "numpy", "k3offload"}
 
