@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import cli_operators, cli_routing
+from . import cli_cost, cli_operators, cli_routing
 from .cli_options import AsJson, How, Model, at_least_one, loading_options, read_text, takes_how
 from .config import show_size
 from .find import find_model, find_output
@@ -36,6 +36,7 @@ def add_to(app: typer.Typer) -> None:
     group.command("recall")(recall)
     cli_operators.add_to(group)
     cli_routing.add_to(group)
+    cli_cost.add_to(group)
     app.add_typer(group, name="evaluate")
 
 

@@ -24,7 +24,7 @@ FOLDERS = ("kernels", "tiers", "scheduler")
 
 #: Every file of the package belongs to one group.  A folder's files go by the folder's name.
 GROUPS = {
-    "leaf": "config durable errors machine paths registry",
+    "leaf": "config durable energy errors machine paths registry",
     "spec": "spec inventory config_fields config_read precision",
     "data": "checkpoint headers json_stream shards findings find survey check_values "
     "constrain constrain_schema tokenizer tokenizer_json textstream sampling layout forecast_sizes "
@@ -40,12 +40,12 @@ GROUPS = {
     "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report "
     "routing_figures trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
-    "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
-    "rates",
-    "command": "damage evaluate_append evaluate_operators evaluate_operators_cases evaluate_recall "
-    "evaluate_routing run_batch run_generate run_logits",
-    "cli": "cli cli_batch cli_bench cli_damage cli_evaluate cli_kernels cli_model cli_open "
-    "cli_operators cli_options cli_pack cli_plan cli_routing cli_run",
+    "planning": "cost_table device_report doctor doctor_system forecast forecast_device measure "
+    "plan_report rates",
+    "command": "damage evaluate_append evaluate_cost evaluate_operators evaluate_operators_cases "
+    "evaluate_recall evaluate_routing run_batch run_generate run_logits",
+    "cli": "cli cli_batch cli_bench cli_cost cli_damage cli_evaluate cli_kernels cli_model "
+    "cli_open cli_operators cli_options cli_pack cli_plan cli_routing cli_run",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.
@@ -64,7 +64,7 @@ ALLOWED = {
     "edge": "engine session state spec data tiers scheduler kernels tiny",
     "packing": "edge spec data tiers kernels state",
     "planning": "edge engine session model state spec data tiers scheduler kernels",
-    "command": "edge engine session model state spec data tiers scheduler kernels",
+    "command": "planning edge engine session model state spec data tiers scheduler kernels",
     "cli": "command packing planning edge engine session state spec data tiers scheduler kernels "
     "tiny root",
     "root": "cli edge engine session state spec data tiers scheduler kernels",
@@ -77,6 +77,7 @@ TORCH_FREE_EDGES = [
     "bench_read",
     "budget",
     "check",
+    "cost_table",
     "device_report",
     "devices",
     "forecast",
