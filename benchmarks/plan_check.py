@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import k3offload
-from benchmarks.run import ROOT, machine
+from benchmarks.run import ROOT, contention, machine
 from k3offload.bench_read import read_rate
 from k3offload.checkpoint import Checkpoint
 from k3offload.engine import Engine
@@ -181,7 +181,7 @@ def main() -> None:
                 folders[case.size] = place / "model"
                 make_tiny(folders[case.size], case.size)
             line = check(case, folders[case.size], given.threads, seed=7)
-            lines.append({"benchmark": "plan_check", **facts, **line})
+            lines.append({"benchmark": "plan_check", **facts, **line, **contention()})
             for kind, error in line["error"].items():
                 verdict = "within" if abs(error) <= LIMIT else "MISSED"
                 print(

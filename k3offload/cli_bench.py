@@ -1,4 +1,4 @@
-"""The command ``bench read``: parse, call, print."""
+"""The command ``bench read``: parse, call, print.  ``bench compare`` has a file of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from . import cli_compare
 from .cli_options import AsJson, Model
 from .config import show_size
 from .errors import UsageError
@@ -22,6 +23,7 @@ def add_to(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure parts of this machine.", no_args_is_help=True)
     bench.callback()(_group)
     bench.command("read")(read)
+    cli_compare.add_to(bench)
     app.add_typer(bench, name="bench")
 
 

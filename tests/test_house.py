@@ -37,15 +37,15 @@ GROUPS = {
     "session_save",
     "engine": "accelerator batch choose_label device_warmup devices open_device engine engine_plan "
     "loading budget budget_kernels generate options plan_text spilling turns warmup",
-    "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report "
-    "routing_figures trace",
+    "edge": "bench_compare bench_read check inspect kernels_offline make_tiny plot_svg progress "
+    "report routing_figures trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "cost_table device_report doctor doctor_system forecast forecast_device measure "
     "plan_report rates",
     "command": "damage evaluate_append evaluate_cost evaluate_operators evaluate_operators_cases "
     "evaluate_recall evaluate_routing run_batch run_generate run_logits",
-    "cli": "cli cli_batch cli_bench cli_cost cli_damage cli_evaluate cli_kernels cli_model "
-    "cli_open cli_operators cli_options cli_pack cli_plan cli_routing cli_run",
+    "cli": "cli cli_batch cli_bench cli_compare cli_cost cli_damage cli_evaluate cli_kernels "
+    "cli_model cli_open cli_operators cli_options cli_pack cli_plan cli_routing cli_run",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.
@@ -74,6 +74,7 @@ LONELY = ("edge",)  # files of these groups never import one another
 UPWARDS = {("session", "k3offload.generate")}
 TORCH_FREE = ("leaf", "spec", "data", "tiny", "scheduler")
 TORCH_FREE_EDGES = [
+    "bench_compare",
     "bench_read",
     "budget",
     "check",
