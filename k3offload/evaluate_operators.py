@@ -202,7 +202,7 @@ def relative_error(got: Tensors, want: Tensors) -> float:
 
 def _both(one: Checked, other: Checked) -> Checked:
     """Two weights of a format as one row: the larger error, and the seconds of both."""
-    worst = other if not other.error <= one.error else one
+    worst = one if not one.fine or other.error <= one.error else other
     return replace(
         worst,
         seconds=one.seconds + other.seconds,

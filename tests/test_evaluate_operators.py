@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import k3offload.evaluate_operators as evaluate_operators
 import k3offload.kernels.int8 as int8
 from k3offload.cli_operators import render
-from k3offload.evaluate_operators import Operators, operators, relative_error
+from k3offload.evaluate_operators import Checked, Operators, _both, operators, relative_error
 from k3offload.kernels import native, router_reference
 from k3offload.kernels.choose import OPS, REFERENCE, TRITON
 from k3offload.kernels.triton_run import interpreted
@@ -196,6 +197,15 @@ def test_what_a_device_computes_is_checked_too(monkeypatch: pytest.MonkeyPatch) 
     there = [row for row in found.rows if row.where == "gpu"]
     assert {row.part for row in there} == PARTS
     assert {row.served_by for row in there} == {TRITON}
+
+
+def test_the_worst_weight_of_a_format_counts() -> None:
+    good = Checked("linear", "linear", "int8", "decode", "cpu", "native", 0.1, 0.2, 1.0, 3.0, "a")
+    for error in (0.3, float("nan")):
+        bad = replace(good, error=error, worst="b")
+        for both in (_both(good, bad), _both(bad, good)):
+            assert both.worst == "b" and not both.fine
+            assert (both.seconds, both.reference_seconds, both.speed) == (2.0, 6.0, 3.0)
 
 
 def test_errors_are_relative_and_nan_is_one() -> None:

@@ -102,7 +102,9 @@ def test_latency_counts_what_is_not_held() -> None:
     assert everything.p99 == everything.uniform_p99 == 0
 
 
-@pytest.mark.parametrize(("n", "p"), [(12, 0.75), (400, 0.9), (5, 0.01), (3, 0.0), (3, 1.0)])
+@pytest.mark.parametrize(
+    ("n", "p"), [(12, 0.75), (400, 0.9), (5, 0.01), (5, 0.001), (3, 0.0), (3, 1.0)]
+)
 def test_binomial_quantile(n: int, p: float) -> None:
     q = binomial_quantile(n, p, 0.99)
 
@@ -134,6 +136,10 @@ def test_what_is_recorded_is_what_the_routers_chose() -> None:
             }
     assert [len(kind.sampled) for kind in found.kinds] == [2, 2]
     assert found.kinds[0].sampled[0] != found.kinds[0].sampled[1]
+    alone = routing("nano", {"b": texts["b"]}, tokens=12, new=5, seeds=2)
+    assert alone.kinds[0].sampled == found.kinds[1].sampled
+    one = routing("nano", texts, tokens=12, new=2, seeds=1).kinds[0].sampled[0]
+    assert one.unused == pytest.approx(1 - found.top_k / found.experts)  # one token, no prompt
     again = routing("nano", texts, tokens=12, new=5, seeds=2, cache="200k")
     assert again.to_dict() == found.to_dict()
     other = routing("nano", texts, tokens=12, new=5, seeds=2, seed=1)
