@@ -55,7 +55,7 @@ test: check
 	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 bench: $(INSTALLED_TEST)
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

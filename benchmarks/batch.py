@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.run import note
+from benchmarks.run import machine, note
 from benchmarks.stream import need_room
 from k3offload.batch_results import Result, Tally
 from k3offload.bench_read import read_rate
@@ -37,7 +37,6 @@ from k3offload.engine import Engine
 from k3offload.errors import DocumentError
 from k3offload.forecast_sizes import distinct
 from k3offload.loading import open_engine
-from k3offload.machine import facts as machine
 from k3offload.make_tiny import make_tiny
 
 NEW, SHORTEST, LONGEST = 32, 100, 400

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.batch import WORDS
-from benchmarks.run import note
-from k3offload.machine import facts as machine
+from benchmarks.run import machine, note
 from k3offload.session_manifest import read_manifest
 
 #: The command, but every sweep is told and not one a second.

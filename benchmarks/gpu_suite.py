@@ -38,12 +38,11 @@ import torch
 from benchmarks.gpu_budgets import bus_rate, decode, disk_rate
 from benchmarks.gpu_cases import SMALL, TOLERANCE, Case, cases, to
 from benchmarks.gpu_tune import entry_text, tune
-from benchmarks.run import note
+from benchmarks.run import machine, note
 from k3offload.kernels.choose import OPS, TRITON, Kernels
 from k3offload.kernels.triton_run import Sizes
 from k3offload.kernels.workers import Workers
 from k3offload.loading import load
-from k3offload.machine import facts as machine
 from k3offload.make_tiny import make_tiny
 from k3offload.open_device import open_device
 from k3offload.tiers.device import Device

@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 
 import k3offload
-from benchmarks.run import note
+from benchmarks.run import machine, note
 from benchmarks.stream import need_room
 from k3offload.bench_read import read_rate
 from k3offload.checkpoint import Checkpoint
@@ -40,7 +40,6 @@ from k3offload.engine import Engine
 from k3offload.find import find_model
 from k3offload.kernels.latent_format import PRECISIONS
 from k3offload.kernels.latents_reference import pack
-from k3offload.machine import facts as machine
 from k3offload.make_tiny import make_tiny
 from k3offload.model import Run
 from k3offload.run_logits import spans

@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import k3offload
-from benchmarks.run import ROOT
+from benchmarks.run import ROOT, contention, machine
 from k3offload.bench_read import read_rate
 from k3offload.checkpoint import Checkpoint
 from k3offload.engine import Engine
 from k3offload.forecast import Setup, decode, prefill
 from k3offload.machine import default_threads
-from k3offload.machine import facts as machine
 from k3offload.make_tiny import make_tiny
 from k3offload.measure import measure
 from k3offload.rates import Rates
@@ -182,7 +181,7 @@ def main() -> None:
                 folders[case.size] = place / "model"
                 make_tiny(folders[case.size], case.size)
             line = check(case, folders[case.size], given.threads, seed=7)
-            lines.append({"benchmark": "plan_check", **facts, **line})
+            lines.append({"benchmark": "plan_check", **facts, **line, **contention()})
             for kind, error in line["error"].items():
                 verdict = "within" if abs(error) <= LIMIT else "MISSED"
                 print(

@@ -30,9 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.policy_fit import F32, KEEPS, Fit, Part, at, distance, online_values, part_of
-from benchmarks.run import note
+from benchmarks.run import machine, note
 from k3offload import registry
-from k3offload.machine import facts as machine
 from k3offload.scheduler.belady import Belady
 from k3offload.scheduler.replay import replay
 from k3offload.tiers.base import CachePolicy, PageId

@@ -35,9 +35,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import k3offload
-from benchmarks.run import note
+from benchmarks.run import machine, note
 from benchmarks.stream import decode, need_room
-from k3offload.machine import facts as machine
 from k3offload.make_tiny import make_tiny
 from k3offload.scheduler.counts import Counts
 from k3offload.session import Session

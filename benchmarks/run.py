@@ -1,6 +1,6 @@
 """Decode and prefill with everything cached and with most experts streaming, as ratios of one run.
 
-    python benchmarks/run.py [--size small]
+    python -m benchmarks.run [--size small]
 
 Makes a seeded checkpoint, measures, appends one line per figure to ``benchmarks/results/`` (named
 after the processor, with commit and date) and deletes the checkpoint.  Absolute times hold for one
@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import k3offload
+from benchmarks.contention import Background, limits
 from k3offload.engine import Engine
-from k3offload.machine import facts as machine
-from k3offload.machine import peak_rss
+from k3offload.machine import facts, peak_rss
 from k3offload.make_tiny import make_tiny
 
 PROMPT, NEW = 192, 24
 ROOT = Path(__file__).parent
+_background = Background()  #: since the process began, or the last line
 
 
 def measure(engine: Engine) -> dict[str, float]:
@@ -45,6 +46,19 @@ def measure(engine: Engine) -> dict[str, float]:
         "decode_bytes_per_token": (last.bytes - after.bytes) / NEW,
         "decode_wait_share": (last.wait_seconds - after.wait_seconds) / (end - prefilled),
     }
+
+
+def machine() -> dict[str, Any]:
+    """What a result line says of the machine: ``facts``, and the limits of this process."""
+    return {**facts(), **limits()}
+
+
+def contention() -> dict[str, Any]:
+    """Whether the machine was this process's alone since the process began, or since the last
+    call: ``clean``, and why not."""
+    global _background
+    found, _background = _background.read(), Background()
+    return found
 
 
 def run(size: str, folder: Path) -> dict[str, Any]:
@@ -78,7 +92,9 @@ def main() -> None:
 
 
 def note(facts: dict[str, Any]) -> None:
-    """Append one line to the results of this processor."""
+    """Append one line to the results of this processor, marked if others used the machine while it
+    was measured."""
+    facts = {**facts, **contention()}
     name = re.sub(r"[^a-z0-9]+", "-", facts["cpu"].lower()).strip("-")
     results = ROOT / "results"
     results.mkdir(exist_ok=True)

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import k3offload
-from benchmarks.run import note
+from benchmarks.run import machine, note
 from benchmarks.wide import Clock
 from k3offload.bench_read import read_rate
 from k3offload.checkpoint import Checkpoint
 from k3offload.engine import Engine
-from k3offload.machine import facts as machine
 from k3offload.make_tiny import make_tiny
 from k3offload.report import kernel_read_bytes
 from k3offload.session import Session

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 import k3offload
-from benchmarks.run import note
+from benchmarks.run import machine, note
 from k3offload.checkpoint import Checkpoint
 from k3offload.engine import Engine
 from k3offload.forecast_sizes import token_macs
@@ -34,7 +34,6 @@ from k3offload.kernels import native
 from k3offload.kernels.choose import OPS, Kernels
 from k3offload.kernels.workers import Workers
 from k3offload.machine import default_threads
-from k3offload.machine import facts as machine
 from k3offload.make_tiny import make_tiny
 
 PROMPT, WARM, STEPS = 512, 6, 24

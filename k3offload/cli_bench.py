@@ -1,4 +1,5 @@
-"""The commands ``bench read`` and ``bench policies``: parse, call, print."""
+"""The commands ``bench read`` and ``bench policies``: parse, call, print.  ``bench compare`` has a
+file of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import __version__
+from . import __version__, cli_compare
 from .cli_options import AsJson, Model, at_least_one
 from .config import parse_size, show_size
 from .errors import UsageError
@@ -25,6 +26,7 @@ def add_to(app: typer.Typer) -> None:
     bench.callback()(_group)
     bench.command("read")(read)
     bench.command("policies")(policies)
+    cli_compare.add_to(bench)
     app.add_typer(bench, name="bench")
 
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli_options import AsJson, Cache, Dtype, Model, Ram, Threads, at_least_one
+from .cli_options import AsJson, Cache, Dtype, Model, Ram, Threads, at_least_one, read_text
 from .config import show_size
-from .errors import UsageError
 from .progress import Progress, loading_libraries, write_out
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def damage(
 ) -> None:
     """Measure what a smaller precision of trunk or latents does to the answers of MODEL."""
     at_least_one(("--tokens", tokens))
-    words = None if text is None else _read(text)
+    words = None if text is None else read_text(text)
     with Progress() as progress:
         with loading_libraries(progress):
             from .damage import LOSSY, LOSSY_LATENTS
@@ -81,13 +80,3 @@ def render(found: list[Damage]) -> str:
     lines.append("KL in nats of the next token; same best: share of tokens with the same likeliest")
     lines.append("next token; nats: a token of the text (its loss)")
     return "\n".join(lines)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is not UTF-8: byte {error.start} cannot be read.",
-            "Convert it first (iconv -t UTF-8).",
-        ) from error

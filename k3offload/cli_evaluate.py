@@ -1,4 +1,7 @@
-"""The commands ``evaluate append`` and ``evaluate recall``: parse, call, print."""
+"""The commands ``evaluate append`` and ``evaluate recall``: parse, call, print.
+
+The other commands of ``evaluate`` have files of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli_options import AsJson, How, Model, at_least_one, loading_options, takes_how
+from . import cli_cost, cli_operators, cli_routing
+from .cli_options import AsJson, How, Model, at_least_one, loading_options, read_text, takes_how
 from .config import show_size
-from .errors import UsageError
 from .find import find_model, find_output
 from .plot_svg import line_chart, write_chart
 from .progress import Progress, loading_libraries, write_out
@@ -28,9 +31,12 @@ Plot = Annotated[Path | None, typer.Option(help="Also write a chart, SVG.")]
 
 def add_to(app: typer.Typer) -> None:
     """Register ``evaluate`` and what it can measure."""
-    group = typer.Typer(help="Measure a model over long contexts.", no_args_is_help=True)
+    group = typer.Typer(help="Measure a model.", no_args_is_help=True)
     group.command("append")(append)
     group.command("recall")(recall)
+    cli_operators.add_to(group)
+    cli_routing.add_to(group)
+    cli_cost.add_to(group)
     app.add_typer(group, name="evaluate")
 
 
@@ -154,11 +160,4 @@ def _places(model: str, plot: Path | None, text: Path | None) -> tuple[Path | No
     place = None if plot is None else find_output(plot, find_model(model))
     if text is None:
         return place, None
-    data = text.read_bytes()
-    try:
-        return place, data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{text} is not UTF-8: byte {error.start} cannot be read.",
-            "Convert it first (iconv -t UTF-8).",
-        ) from error
+    return place, read_text(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from .spec import ModelSpec
 
 _COUNTS = ("context", "sessions", "sweep", "threads")
+_OF_A_GPU = ("vram_gbps", "pcie_gbps", "gpu_gmacs")
+_RATES = ("disk_gbps", "ram_gbps", "gmacs", *_OF_A_GPU)
 USUAL_CONTEXT = 4096
 _ORIGINS = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable", "DEFAULT": "default"}
 
@@ -102,25 +105,33 @@ def plan(
     """Say what a model needs and how fast it will be, before anything is loaded."""
     from .plan_report import render, report
 
-    name, source, layout = _layout(model, config_only)
-    ask = _ask(
+    name, source, layout = layout_of(model, config_only)
+    ask = ask_of(
         layout, ram=ram, cache=cache, context=context, sessions=sessions, sweep=sweep, dtype=dtype,
         trunk=trunk, threads=threads, hit_rate=hit_rate, vram=vram, experts_on=experts_on,
         trunk_on=trunk_on, latents=latents, summaries=summaries, latent_dtype=latent_dtype,
     )  # fmt: skip
-    gpu = {"--vram-gbps": vram_gbps, "--pcie-gbps": pcie_gbps, "--gpu-gmacs": gpu_gmacs}
-    given = {"--disk-gbps": disk_gbps, "--ram-gbps": ram_gbps, "--gmacs": gmacs, **gpu}
-    for option, value in given.items():
-        if value is not None and not 0 < value < 1e9:
-            raise UsageError(f"{option} is {value}.", "It must be more than 0.")
-    rates = _rates(layout, ask, measure, disk_gbps, ram_gbps, gmacs)
-    if ask.vram is None and (wrong := [o for o, v in gpu.items() if v is not None]):
-        raise UsageError(f"{wrong[0]} is about a GPU.", "Say how much memory it has: --vram.")
-    made = report(name, layout, source, ask, rates, _bus(*gpu.values()))
+    given = {"disk_gbps": disk_gbps, "ram_gbps": ram_gbps, "gmacs": gmacs}
+    gpu = {"vram_gbps": vram_gbps, "pcie_gbps": pcie_gbps, "gpu_gmacs": gpu_gmacs}
+    check_rates({**given, **gpu}, ask)
+    rates = rates_of(layout, ask, measure, disk_gbps, ram_gbps, gmacs)
+    made = report(name, layout, source, ask, rates, bus_of(*gpu.values()))
     write_out(json.dumps(made.to_dict()) if as_json else render(made))
 
 
-def _bus(memory: float | None, pcie: float | None, macs: float | None) -> Bus:
+def check_rates(given: Mapping[str, float | None], ask: Ask) -> None:
+    """Refuse a rate that no machine has, and rates of a GPU where there is none."""
+    for name, value in given.items():
+        option = "--" + name.replace("_", "-")
+        if name not in _RATES or value is None:
+            continue
+        if not 0 < value < 1e9:
+            raise UsageError(f"{option} is {value}.", "It must be more than 0.")
+        if ask.vram is None and name in _OF_A_GPU:
+            raise UsageError(f"{option} is about a GPU.", "Say how much memory it has: --vram.")
+
+
+def bus_of(memory: float | None, pcie: float | None, macs: float | None) -> Bus:
     """The GPU as it was described, the rest assumed."""
     from .forecast_device import ASSUMED, Bus
 
@@ -128,7 +139,7 @@ def _bus(memory: float | None, pcie: float | None, macs: float | None) -> Bus:
     return Bus(*(have if g is None else g * 1e9 for g, have in zip(given, ASSUMED, strict=True)))
 
 
-def _layout(model: str | None, config_only: Path | None) -> tuple[str, str, Model]:
+def layout_of(model: str | None, config_only: Path | None) -> tuple[str, str, Model]:
     from .checkpoint import Checkpoint
     from .paths import show_path
     from .plan_report import SpecLayout, spec_of
@@ -146,7 +157,7 @@ def _layout(model: str | None, config_only: Path | None) -> tuple[str, str, Mode
     return show_path(folder), "its headers", Checkpoint.open(folder)
 
 
-def _ask(layout: Model, **given: Any) -> Ask:
+def ask_of(layout: Model, **given: Any) -> Ask:
     """The options, checked; raises ``UsageError``."""
     from .options import DTYPES, check_latent_dtype
     from .plan_report import Ask
@@ -189,7 +200,7 @@ def _ask(layout: Model, **given: Any) -> Ask:
     )
 
 
-def _rates(
+def rates_of(
     layout: Model,
     ask: Ask,
     measured: bool,
@@ -240,7 +251,7 @@ def doctor(
     layout = SpecLayout(spec_of(Path(RELEASED))) if checkpoint is None else checkpoint
     given = {"ram": ram, "cache": cache, "dtype": dtype, "trunk": trunk, "threads": threads}
     rest = {"context": None, "sessions": 1, "sweep": None, "hit_rate": None}
-    ask = _ask(layout, **given, **rest)
+    ask = ask_of(layout, **given, **rest)
     origins = _origins(context, given, ask)
     for name in ("ram", "cache", "trunk"):
         if checkpoint is None and origins[name][1] == "flag":

@@ -38,7 +38,7 @@ def kda(
     raw = project("f_b_proj", raw)
     if not full:
         gate = project("g_b_proj", gate)
-    fixed = w.kept(lambda: _fixed(w, spec))
+    fixed = w.kept(lambda: fixed_weights(w, spec))
     done = []
     for part in group.parts:
         own, state = group.own(part), states[part.run]
@@ -49,7 +49,7 @@ def kda(
     return project("o_proj", kernels.joined(done))
 
 
-def _fixed(w: LayerWeights, spec: ModelSpec) -> MixerWeights:
+def fixed_weights(w: LayerWeights, spec: ModelSpec) -> MixerWeights:
     """The small weights of a layer; float32 in every checkpoint that is known."""
 
     def vector(name: str) -> torch.Tensor:

@@ -116,6 +116,10 @@ class Kernels:
             return interpreted()
         return backend != NATIVE or self.isa is not None
 
+    def serving(self, part: str) -> Callable[..., Any]:
+        """The function that serves ``part`` of an operator (see ``OPS``), or ``mixer``."""
+        return self._f[part]
+
     def in_force(self) -> AbstractContextManager[None]:
         """Calls from this thread run this instruction set inside the ``with`` block."""
         if self._where.type == "cuda":

@@ -24,7 +24,7 @@ FOLDERS = ("kernels", "tiers", "scheduler")
 
 #: Every file of the package belongs to one group.  A folder's files go by the folder's name.
 GROUPS = {
-    "leaf": "config durable errors machine paths registry",
+    "leaf": "config durable energy errors machine paths registry",
     "spec": "spec inventory config_fields config_read precision",
     "data": "checkpoint headers json_stream shards findings find survey check_values "
     "constrain constrain_schema tokenizer tokenizer_json textstream sampling layout forecast_sizes "
@@ -38,16 +38,16 @@ GROUPS = {
     "engine": "accelerator batch batch_prompt batch_results choose_label device_warmup devices "
     "open_device engine engine_plan loading budget budget_kernels generate options plan_text "
     "spilling turns warmup",
-    "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report",
+    "edge": "bench_compare bench_read check inspect kernels_offline make_tiny plot_svg progress "
+    "report routing_figures",
     "trace": "trace trace_import trace_like trace_made trace_record",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
-    "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
-    "rates",
-    "command": "batch_meter bench_policies damage evaluate_append evaluate_recall run_batch "
-    "run_generate "
-    "run_logits",
-    "cli": "cli cli_batch cli_bench cli_damage cli_evaluate cli_kernels cli_model cli_open "
-    "cli_options cli_pack cli_plan cli_run cli_trace",
+    "planning": "cost_table device_report doctor doctor_system forecast forecast_device measure "
+    "plan_report rates",
+    "command": "batch_meter bench_policies damage evaluate_append evaluate_cost evaluate_operators "
+    "evaluate_operators_cases evaluate_recall evaluate_routing run_batch run_generate run_logits",
+    "cli": "cli cli_batch cli_bench cli_compare cli_cost cli_damage cli_evaluate cli_kernels "
+    "cli_model cli_open cli_operators cli_options cli_pack cli_plan cli_routing cli_run cli_trace",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.
@@ -67,7 +67,7 @@ ALLOWED = {
     "trace": "engine session model state spec data tiers scheduler kernels",
     "packing": "edge spec data tiers kernels state",
     "planning": "edge engine session model state spec data tiers scheduler kernels",
-    "command": "edge trace engine session model state spec data tiers scheduler kernels",
+    "command": "planning edge trace engine session model state spec data tiers scheduler kernels",
     "cli": "command packing planning edge trace engine session state spec data tiers scheduler "
     "kernels tiny root",
     "root": "cli edge engine session state spec data tiers scheduler kernels",
@@ -77,10 +77,12 @@ LONELY = ("edge",)  # files of these groups never import one another
 UPWARDS = {("session", "k3offload.generate")}
 TORCH_FREE = ("leaf", "spec", "data", "tiny", "scheduler")
 TORCH_FREE_EDGES = [
+    "bench_compare",
     "bench_policies",
     "bench_read",
     "budget",
     "check",
+    "cost_table",
     "device_report",
     "devices",
     "forecast",
@@ -98,6 +100,7 @@ TORCH_FREE_EDGES = [
     "plan_report",
     "plan_text",
     "rates",
+    "routing_figures",
     "trace",
     "trace_import",
     "trace_like",

@@ -1,0 +1,228 @@
+"""Two files of benchmark results, figure by figure: medians, what the noise allows, a verdict.
+
+A file has a JSON object a line, as ``benchmarks/`` writes them: facts of the machine, settings and
+figures.  Lines with the same benchmark and settings are repetitions of one another, and only those
+of both files are compared.  Settings are texts, truth values and whole numbers of a line itself;
+fractions are figures, and so is what ``MEASURED`` names, and every number further inside.  A list
+of numbers counts as its median.
+
+The interval of a ratio is that of its bootstrap: each side's lines are drawn again, as many as
+there are, with replacement, and so often that the middle ``SURE`` of the ratios of medians can be
+told.  The figures differ if 1 is not in it.  Fewer than ``ENOUGH`` lines of a side tell nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from .errors import UsageError
+
+SURE: Final = 0.95
+DRAWS: Final = 4000
+ENOUGH: Final = 4  #: lines; of fewer, chance alone parts two sides too often
+MEASURED: Final = re.compile(
+    "bytes|rss|seconds|reads|sweeps|misses|hits|slots|rows_of_a_sweep|not_in_ram|distinct"
+)
+#: what is said of a machine and a run, and is neither setting nor figure
+FACTS: Final = (
+    "cpu", "commit", "date", "processors", "cgroup_processors", "cgroup_memory", "clean",
+    "background",
+)  # fmt: skip
+DIFFERS, SAME, FEW = "differs", "no difference seen", "too few lines"
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One file's lines of a kind: how many, how many of them beside others, and the medians."""
+
+    lines: int
+    contended: int
+    unknown: int  #: lines that do not say whether they were
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a kind; ``low`` and ``high`` bound ``ratio``, None with too few lines."""
+
+    name: str
+    a: float
+    b: float
+    ratio: float | None  #: b over a; None where a is 0
+    low: float | None
+    high: float | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The lines of one benchmark with one choice of settings."""
+
+    settings: dict[str, Any]
+    a: Side
+    b: Side
+    figures: tuple[Figure, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``only_a``, ``only_b``: settings of lines that the other file has none of."""
+
+    kinds: tuple[Kind, ...]
+    only_a: tuple[dict[str, Any], ...]
+    only_b: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(a: Path, b: Path, *, clean: bool = False, seed: int = 0) -> Comparison:
+    """Compare the files ``a`` and ``b``; with ``clean``, without the lines of contended runs.
+
+    Raises ``UsageError`` for what is no file of results, and where the files have no kind of line
+    in common.
+    """
+    if seed < 0:
+        raise UsageError(f"The seed is {seed}.", "Give 0 or more.")
+    sides = [_by_kind(path, clean) for path in (a, b)]
+    common = [key for key in sides[0] if key in sides[1]]
+    if not common:
+        had = [", ".join(sorted({_name(key) for key in side})) or "nothing" for side in sides]
+        why = "with other settings" if had[0] == had[1] else "which are of different kinds"
+        raise UsageError(
+            f"{a} has lines of {had[0]} and {b} of {had[1]}, {why}.",
+            "Only repetitions of one benchmark with the same settings can be compared.",
+        )
+    draw = np.random.default_rng(seed)
+    kinds = []
+    for key in common:
+        lines = [side[key] for side in sides]
+        values = [_samples(own) for own in lines]
+        figures = tuple(
+            _figure(name, values[0][name], values[1][name], draw)
+            for name in values[0]
+            if name in values[1]
+        )
+        kinds.append(Kind(json.loads(key), _side(lines[0]), _side(lines[1]), figures))
+    rest = [
+        tuple(json.loads(k) for k in one if k not in other) for one, other in (sides, sides[::-1])
+    ]
+    every = [[line for key in common for line in side[key]] for side in sides]
+    return Comparison(tuple(kinds), rest[0], rest[1], tuple(_notes(every)))
+
+
+def _by_kind(path: Path, clean: bool) -> dict[str, list[Line]]:
+    """Settings, as JSON -> the lines that have them."""
+    found: dict[str, list[Line]] = {}
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+            if not isinstance(line, dict):
+                raise ValueError("it is no object")
+        except ValueError as error:  # UnicodeDecodeError is one
+            raise UsageError(
+                f"Line {number} of {path} is no result: {error}.",
+                "Give files as benchmarks/results has them: a JSON object a line.",
+            ) from error
+        if clean and line.get("clean") is False:
+            continue
+        found.setdefault(json.dumps(_settings(line), sort_keys=True), []).append(line)
+    return found
+
+
+def _settings(line: Line) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in line.items()
+        if name not in FACTS and (value is None or isinstance(value, str | bool | int))
+        if isinstance(value, str) or not MEASURED.search(name)
+    }
+
+
+def _name(key: str) -> str:
+    return str(json.loads(key).get("benchmark", "no named benchmark"))
+
+
+def _samples(lines: Sequence[Line]) -> dict[str, list[float]]:
+    """Figure -> its value in each line that has it."""
+    found: dict[str, list[float]] = {}
+    for line in lines:
+        known = {*_settings(line), *FACTS}
+        for name, value in line.items():
+            if name not in known:
+                for path, number in _numbers(name, value):
+                    found.setdefault(path, []).append(number)
+    return found
+
+
+def _numbers(path: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, bool) or value is None:
+        return
+    if isinstance(value, int | float):
+        if math.isfinite(value):
+            yield path, float(value)
+    elif isinstance(value, dict):
+        for name, inside in value.items():
+            yield from _numbers(f"{path}.{name}", inside)
+    elif isinstance(value, list):
+        numbers = [x for x in value if isinstance(x, int | float) and not isinstance(x, bool)]
+        if numbers and len(numbers) == len(value):
+            yield from _numbers(path, float(np.median(numbers)))
+            return
+        for i, inside in enumerate(value):
+            yield from _numbers(f"{path}.{i}", inside)
+
+
+def _figure(name: str, a: list[float], b: list[float], draw: np.random.Generator) -> Figure:
+    """The verdict on one figure, of a value for each line."""
+    middle = float(np.median(a)), float(np.median(b))
+    ratio = middle[1] / middle[0] if middle[0] else None
+    if min(len(a), len(b)) < ENOUGH:
+        return Figure(name, *middle, ratio, None, None, FEW)
+    drawn = [_medians(np.array(values), draw) for values in (a, b)]
+    edges = [(1 - SURE) / 2, (1 + SURE) / 2]
+    if ratio is None or (drawn[0] <= 0).any():  # then the difference says it
+        low, high = np.quantile(drawn[1] - drawn[0], edges)
+        return Figure(name, *middle, ratio, None, None, SAME if low <= 0 <= high else DIFFERS)
+    low, high = map(float, np.quantile(drawn[1] / drawn[0], edges))
+    return Figure(name, *middle, ratio, low, high, SAME if low <= 1 <= high else DIFFERS)
+
+
+def _medians(values: Any, draw: np.random.Generator) -> Any:
+    """Medians of ``DRAWS`` samples of ``values`` with replacement."""
+    return np.median(draw.choice(values, (DRAWS, len(values))), axis=1)
+
+
+def _side(lines: Sequence[Line]) -> Side:
+    told = [line.get("clean") for line in lines]
+    return Side(len(lines), told.count(False), told.count(None))
+
+
+def _notes(sides: Sequence[Sequence[Line]]) -> Iterator[str]:
+    """What makes the sides different beside what is compared, and why lines are marked."""
+    for name in ("cpu", "processors", "cgroup_processors", "cgroup_memory"):
+        a, b = ({str(line[name]) for line in side if name in line} for side in sides)
+        if a and b and a != b:
+            yield f"{name} is {', '.join(sorted(a))} in A and {', '.join(sorted(b))} in B"
+    for side, lines in zip("AB", sides, strict=True):
+        reasons = [
+            reason
+            for line in lines
+            if line.get("clean") is False
+            for reason in line.get("background", {}).get("reasons", ["nobody says why"])
+        ]
+        if reasons:
+            more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+            yield f"contended in {side}: {reasons[0]}{more}"
