@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -12,9 +13,9 @@ import typer
 
 from . import __version__
 from .batch_file import refuse
-from .batch_records import MANIFEST, SAVE_EVERY
+from .batch_records import MANIFEST, SAVE_EVERY, Records
 from .cli_open import open_model, seeded
-from .cli_options import AsJson, Choice, How, Model, at_least_one, takes_how
+from .cli_options import AsJson, Choice, How, Model, at_least_one, loading_options, takes_how
 from .constrain import Grammar, constraint
 from .documents import SUFFIXES, Document, count_documents, read_documents
 from .errors import UsageError
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from .run_batch import BatchMeter, Task
     from .spec import ModelSpec
     from .tokenizer import Tokenizer
+
+    Size = Callable[[Tokenizer, ModelSpec], dict[str, int | None]]
 
 SOME_FAILED = 3  #: exit code: all documents have a record, and some of these are errors
 
@@ -74,13 +77,55 @@ class Output(NamedTuple):
     as_json: AsJson = False
 
 
-@takes_how("sweep", ask=Ask, choice=Choice, columns=Columns, output=Output)
+class Machines(NamedTuple):
+    """Which machines compute."""
+
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster that computes: auto, HOST:PORT, or local: made here."),
+    ] = None
+    ray_workers: Annotated[
+        int | None, typer.Option(help="Engines there; one on each node if unset.")
+    ] = None
+    ray_block: Annotated[
+        int | None, typer.Option(help="Documents that one is given at a time; 4 --sessions.")
+    ] = None
+
+    def load(self) -> None:
+        """Import Ray if it is asked for.  Raises ``UsageError`` where it is missing."""
+        try:
+            if self.ray is not None:
+                importlib.import_module(".run_ray", __package__)
+        except ImportError as error:
+            raise UsageError(
+                f"--ray needs Ray Data, and it is not installed: {error}.",
+                "Install it: pip install 'k3offload[ray]'.",
+            ) from error
+
+    def check(self, output: Output) -> None:
+        """Raise ``UsageError`` for what would do nothing, or would not be done."""
+        at_least_one(("--ray-workers", self.ray_workers), ("--ray-block", self.ray_block))
+        if self.ray is None:
+            for name, value in zip(self._fields[1:], self[1:], strict=True):
+                if value is not None:
+                    raise UsageError(f"--{name.replace('_', '-')} is about --ray.", "Name both.")
+        elif "://" in self.ray:
+            raise UsageError(
+                f"--ray {self.ray}: answers are written where the cluster is joined.",
+                "Start the command on one of its nodes, with --ray auto.",
+            )
+        elif output.save_every not in (0, SAVE_EVERY):
+            raise UsageError("--save-every: workers save no answers under way.", "Leave it out.")
+
+
+@takes_how("sweep", ask=Ask, choice=Choice, columns=Columns, output=Output, machines=Machines)
 def batch(
     how: How,
     ask: Ask,
     choice: Choice,
     columns: Columns,
     output: Output,
+    machines: Machines,
     model: Model,
     inputs: Annotated[str, typer.Argument(help="Folder, pattern, text, JSONL, CSV or Parquet.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="A line of JSON for each document.")],
@@ -88,6 +133,7 @@ def batch(
     """Answer every document of INPUTS; exit 3 if some of them failed."""
     at_least_one(("-n", ask.max_new_tokens), ("--context", ask.context))
     at_least_one(("--sessions", ask.sessions))
+    machines.check(output)
     template, place = _template(ask), _place(out, model, output)
     if ask.max_new_tokens >= ask.context:
         raise UsageError(
@@ -98,6 +144,8 @@ def batch(
         with loading_libraries(progress):
             from .batch import around
             from .run_batch import BatchMeter, Task
+
+            machines.load()
         around(template)
         grammar = None if ask.schema is None else Grammar.of_schema(_text(ask.schema))
         # also where it is greedy: a document may ask for a temperature of its own
@@ -114,9 +162,12 @@ def batch(
             answer = {"answer": ask.max_new_tokens, "fewer": True}
             return {"context": ask.context, "sessions": ask.sessions, **answer}
 
-        with open_model(model, size, how, progress, meter.layer) as engine:
-            about = _about(engine, model, inputs, task)
-            counts = _run(engine, documents, task, place, about, output, progress, meter)
+        run = _Run(model, inputs, documents, columns, task, place, output, progress, meter)
+        if machines.ray is None:
+            with open_model(model, size, how, progress, meter.layer) as engine:
+                counts = run.here(engine)
+        else:
+            counts = run.on_ray(machines, loading_options(how), size)
         progress.clear()
         if output.as_json or output.json_progress:
             write_out(json.dumps({**meter.facts(), "records": counts}))
@@ -127,28 +178,71 @@ def batch(
         raise typer.Exit(SOME_FAILED)
 
 
-def _run(
-    engine: Engine,
-    documents: Iterator[Document],
-    task: Task,
-    place: Path,
-    about: dict[str, Any],
-    output: Output,
-    progress: Progress,
-    meter: BatchMeter,
-) -> dict[str, int]:
-    from .batch_records import Records
-    from .run_batch import run_batch
+class _Run(NamedTuple):
+    """A batch that is ready to be computed, here or elsewhere."""
 
-    progress.say(f"{engine.options.sessions} documents at a time")
-    with Records.open(
-        place, about, resume=output.resume, overwrite=output.overwrite,
-        order="completed" if output.completed else "input",
-        warn=lambda text: progress.say(f"warning: {text}"),
-    ) as records:  # fmt: skip
-        return run_batch(
-            engine, documents, task, records, progress, meter, about["model"], output.save_every
-        )
+    model: str
+    inputs: str
+    documents: Iterator[Document]
+    columns: Columns
+    task: Task
+    place: Path
+    output: Output
+    progress: Progress
+    meter: BatchMeter
+
+    def here(self, engine: Engine) -> dict[str, int]:
+        """With ``engine``; returns the counts of ``Records.finish``."""
+        from .machine import read_machine
+        from .run_batch import run_batch
+        from .session_identity import identity
+
+        self.progress.say(f"{engine.options.sessions} documents at a time")
+        machine = {"memory": read_machine().physical, "threads": engine.options.threads}
+        about = self._about(identity(engine), machine=machine, plan=dict(engine.plan.purposes))
+        with self._records(about) as records:
+            return run_batch(
+                engine, self.documents, self.task, records, self.progress, self.meter,
+                about["model"], self.output.save_every,
+            )  # fmt: skip
+
+    def on_ray(self, machines: Machines, loading: dict[str, Any], size: Size) -> dict[str, int]:
+        """With workers on the nodes of a Ray cluster."""
+        from .run_ray import cluster, run_ray, share, work_of
+        from .run_ray_worker import Reading
+
+        assert machines.ray is not None
+        work = work_of(self.model, size, loading, self.task)
+        how = {**self.columns._asdict(), "but": self.place}
+        reading = Reading(self.inputs, how, os.getcwd())
+        with cluster(machines.ray, self.progress):
+            given = share(machines.ray_workers, loading)
+            about = self._about(work.identity, machine={"ray": machines.ray}, workers=[])
+            with self._records(about) as records:
+                return run_ray(
+                    work, given, machines.ray_block, reading, self.documents, records,
+                    self.progress, self.meter,
+                )  # fmt: skip
+
+    def _records(self, about: dict[str, Any]) -> Records:
+        output = self.output
+        return Records.open(
+            self.place, about, resume=output.resume, overwrite=output.overwrite,
+            order="completed" if output.completed else "input",
+            warn=lambda text: self.progress.say(f"warning: {text}"),
+        )  # fmt: skip
+
+    def _about(self, model: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        """What the manifest says of the run."""
+        return {
+            "version": __version__,
+            "model": model,
+            "folder": self.model,
+            "prompt": self.task.prompt,
+            "options": self.task.options(),
+            "input": self.inputs,
+            **more,
+        }
 
 
 def _place(out: Path, model: str, output: Output) -> Path:
@@ -186,20 +280,3 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 at byte {error.start}.", "Convert it.") from error
-
-
-def _about(engine: Engine, model: str, inputs: str, task: Task) -> dict[str, Any]:
-    """What the manifest says of the run."""
-    from .machine import read_machine
-    from .session_identity import identity
-
-    return {
-        "version": __version__,
-        "model": identity(engine),
-        "folder": model,
-        "prompt": task.prompt,
-        "options": task.options(),
-        "input": inputs,
-        "machine": {"memory": read_machine().physical, "threads": engine.options.threads},
-        "plan": dict(engine.plan.purposes),
-    }

@@ -9,8 +9,9 @@ line, or one of another hash.
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -64,7 +65,7 @@ class BatchMeter:
         self._progress, self._total, self._json, self._clock = progress, total, as_json, clock
         self._tally, self._place = Tally(), ""
         self._skipped = 0
-        self._begin = clock()
+        self._begin, self._out = clock(), sys.stdout
         self._said = float("-inf")
 
     def begins(self, tally: Tally) -> None:
@@ -121,7 +122,7 @@ class BatchMeter:
         now = self._clock()
         if now - self._said >= EVERY:
             self._said = now
-            write_out(json.dumps({**self.facts(), "layer": layer, "layers": layers}))
+            write_out(json.dumps({**self.facts(), "layer": layer, "layers": layers}), to=self._out)
 
     def line(self) -> str:
         """The figures so far in words."""
@@ -164,15 +165,10 @@ def run_batch(
     hashes: dict[str, str] = {}
 
     def new() -> Iterator[Document]:
-        for document in documents:
-            known = _hash(decides, document)
-            if records.done(document.id, known):
-                meter.skipped()
-                continue
-            if document.note:
-                progress.say(f"{document.source}: {document.note}")
-            hashes[document.id] = known
-            yield document
+        for document, known, done in ask(documents, decides, records, progress, meter):
+            if not done:
+                hashes[document.id] = known
+                yield document
 
     def going(document: Document) -> Going | None:
         state = records.state(document.id)
@@ -199,6 +195,24 @@ def run_batch(
     return records.finish()
 
 
+def ask(
+    documents: Iterable[Document],
+    decides: str,
+    records: Records,
+    progress: Progress,
+    meter: BatchMeter,
+) -> Iterator[tuple[Document, str, bool]]:
+    """Each document with its digest, and whether it has its record; the order is the input's."""
+    for document in documents:
+        known = digest_of(decides, document)
+        done = records.done(document.id, known)
+        if done:
+            meter.skipped()
+        elif document.note:
+            progress.say(f"{document.source}: {document.note}")
+        yield document, known, done
+
+
 class _Saves:
     """When what is under way is saved: ``every`` so many seconds, 0 is never."""
 
@@ -223,7 +237,8 @@ class _Saves:
         self._last = time.monotonic()
 
 
-def _hash(decides: str, document: Document) -> str:
+def digest_of(decides: str, document: Document) -> str:
+    """What the line of ``document`` is known by; ``decides``: of what they have in common."""
     wrong = "" if document.error is None else str(document.error)
     return digest(decides, document.text, dict(document.settings), wrong)
 

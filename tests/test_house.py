@@ -41,7 +41,8 @@ GROUPS = {
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
     "rates",
-    "command": "damage evaluate_append evaluate_recall run_batch run_generate run_logits",
+    "command": "damage evaluate_append evaluate_recall run_batch run_generate run_logits "
+    "run_ray run_ray_worker",
     "cli": "cli cli_batch cli_bench cli_damage cli_evaluate cli_kernels cli_model cli_open "
     "cli_options cli_pack cli_plan cli_run",
     "root": "__init__ __main__",

@@ -1,0 +1,184 @@
+"""What ``batch --ray`` runs elsewhere: documents read once more, and an engine that answers them.
+
+Knows documents, engines and what is sent between processes; nothing of Ray, of the output or of
+other workers.  Both ends are plain iterators, and the same each time they run: when a process is
+lost, they run again from their beginning, and what had arrived already is passed over by its
+number.  So answers leave a worker in the order of its block, never in that of their end, and
+nothing but a document makes it send something.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from .batch import Batch
+from .documents import Document, read_documents
+from .errors import K3Error, UsageError
+from .loading import open_engine
+from .options import Watch
+from .plan_text import lowered, plan_lines
+from .run_batch import Task, digest_of, record
+from .session_identity import computed_by, identity
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .scheduler.plan import Plan
+
+BLOCK: Final = "block"  #: the one column of what goes to a worker: pickled lists of ``Asked``
+ROW: Final = "row"  #: the one column of what comes back: a pickled ``Row``
+TEXT: Final = 32 * 1024**2  #: bytes of text after which a block ends
+
+
+class Asked(NamedTuple):
+    """A document that has no record, and its digest."""
+
+    document: Document
+    digest: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every worker is to do.  ``loading``, ``sizes``: the options of ``open_engine``;
+    ``identity``: of the model as it lies where the run was started."""
+
+    model: str
+    loading: Mapping[str, Any]
+    sizes: Mapping[str, int | None]
+    task: Task
+    identity: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A worker that has loaded its engine.  ``by``: what bits depend on beside the model."""
+
+    who: str
+    sessions: int
+    threads: int
+    plan: str
+    by: Mapping[str, Any]
+
+
+class Row(NamedTuple):
+    """One thing that comes back: a record, or the error that ends the run.
+
+    ``opened``: who sends it; ``warnings``, ``sweeps``, ``read`` (bytes): since the one before; the
+    others are of the last sweep.
+    """
+
+    record: Mapping[str, Any] | None
+    fatal: K3Error | None = None
+    opened: Opened | None = None
+    warnings: Sequence[str] = ()
+    sweeps: int = 0
+    read: int = 0
+    running: int = 0
+    rows: int = 0
+    bytes: int = 0
+    experts: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The input of a run, read again where its files are.
+
+    ``how``: the other arguments of ``read_documents``; ``folder``: what names are relative to;
+    ``decides``: what all digests cover; ``wanted``: a byte for each document, 1 if it is to be
+    computed; ``most``: of them in a block.
+    """
+
+    inputs: str
+    how: Mapping[str, Any]
+    folder: str
+    decides: str = ""
+    wanted: bytes = b""
+    most: int = 1
+
+    def blocks(self) -> Iterator[bytes]:
+        """Blocks of documents in the order of the input, each a pickled list of ``Asked``."""
+        os.chdir(self.folder)
+        block: list[Asked] = []
+        held = 0
+        for wanted, document in zip(
+            self.wanted, read_documents(self.inputs, **self.how), strict=False
+        ):
+            if not wanted:
+                continue
+            if block and (len(block) >= self.most or held + len(document.text) > TEXT):
+                yield pickle.dumps(block)
+                block, held = [], 0
+            block.append(Asked(document, digest_of(self.decides, document)))
+            held += len(document.text)
+        if block:
+            yield pickle.dumps(block)
+
+
+class Answers:
+    """A worker: opens its engine with the first block, and keeps it."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._who = f"process {os.getpid()} on {socket.gethostname()}"
+        self._engine: Engine | None = None
+        self._opened: Opened | None = None
+        self._warnings: list[str] = []
+
+    def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> Iterator[dict[str, list[bytes]]]:
+        """The answers to the blocks of ``batch``, each as soon as those before it are there."""
+        for block in batch[BLOCK]:
+            for row in self._rows(pickle.loads(block)):
+                yield {ROW: [pickle.dumps(row)]}
+
+    def _rows(self, block: list[Asked]) -> Iterator[Row]:
+        try:
+            if self._engine is None:
+                self._engine = self._open()
+            yield from self._answers(self._engine, block)
+        except K3Error as error:
+            yield Row(None, type(error)(f"{self._who}: {error.problem}", error.remedy))
+
+    def _answers(self, engine: Engine, block: list[Asked]) -> Iterator[Row]:
+        task, digests = self._work.task, {asked.document.id: asked.digest for asked in block}
+        batch = Batch(
+            engine, [asked.document for asked in block], prompt=task.prompt,
+            max_new_tokens=task.max_new_tokens, sampling=task.sampling,
+        )  # fmt: skip
+        tally, sweeps, read = batch.tally, 0, 0
+        try:
+            for result in batch:
+                line = {**record(result), "digest": digests[result.id]}
+                warnings, self._warnings[:] = tuple(self._warnings), ()
+                yield Row(
+                    line, None, self._opened, warnings, tally.sweeps - sweeps,
+                    tally.read - read, tally.running, tally.rows, tally.bytes, tally.experts,
+                )  # fmt: skip
+                sweeps, read = tally.sweeps, tally.read
+        finally:
+            batch.close()
+
+    def _open(self) -> Engine:
+        """The engine; ``UsageError`` if its model is another one than where the run began."""
+        work, said = self._work, list[str]()
+
+        def plan(made: Plan) -> None:
+            said.extend(plan_lines(made, lowered(made, work.loading["cache"], None)))
+
+        watch = Watch(plan=plan, warn=self._warnings.append)
+        engine = open_engine(work.model, lambda *_: work.sizes, watch=watch, **work.loading)
+        found = identity(engine)
+        if differ := [name for name in found if found[name] != work.identity[name]]:
+            engine.close()
+            raise UsageError(
+                f"the model {work.model} is another one there; what differs: {', '.join(differ)}.",
+                "Give every machine the same files.",
+            )
+        options = engine.options
+        self._opened = Opened(
+            self._who, options.sessions, options.threads, "\n".join(said), computed_by(engine)
+        )
+        return engine
