@@ -101,9 +101,9 @@ class _Said(io.TextIOBase):
         self._progress = progress
 
     def write(self, text: str) -> int:
-        """Say ``text`` in our way, without colours."""
+        """Say how ``text`` begins, without colours; behind that come pages of logs."""
         if line := re.sub(r"\x1b\[[0-9;]*m", "", text).strip():
-            self._progress.say(line)
+            self._progress.say(line.splitlines()[0][:400])
         return len(text)
 
 
