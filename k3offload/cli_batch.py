@@ -93,6 +93,7 @@ class Machines(NamedTuple):
 
     def load(self) -> None:
         """Import Ray if it is asked for.  Raises ``UsageError`` where it is missing."""
+        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # nothing starts it again once it is left
         try:
             if self.ray is not None:
                 importlib.import_module(".run_ray", __package__)

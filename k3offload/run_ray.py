@@ -21,8 +21,8 @@ import os
 import pickle
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -191,8 +191,8 @@ def run_ray(
         most = block or min(BLOCKS * (work.sizes["sessions"] or 1), fair)
         reading = replace(reading, decides=decides, wanted=bytes(wanted), most=most)
         progress.say(f"{given.workers} workers, {most} documents a block")
-        rows = _rows(work, given, reading)
-        left -= _collect(rows, given.workers, records, progress, meter, tally)
+        with closing(_rows(work, given, reading)) as rows:
+            left -= _collect(rows, given.workers, records, progress, meter, tally)
     if left:
         raise BatchError(
             f"{left:,} documents of the input changed or went away while it was read.",
@@ -286,8 +286,8 @@ def _of_manifest(opened: Opened) -> dict[str, Any]:
     return {"who": opened.who, "sessions": opened.sessions, "threads": opened.threads}
 
 
-def _rows(work: Work, given: Share, reading: Reading) -> Iterator[Row]:
-    """What the workers send, as it comes."""
+def _rows(work: Work, given: Share, reading: Reading) -> Generator[Row, None, None]:
+    """What the workers send, as it comes.  Closed, it ends them: later Ray may be gone."""
     context = ray.data.DataContext.get_current()
     context.target_max_block_size = 1  # each block of documents and each row travels alone
     context.execution_no_progress_timeout_s = (
@@ -302,9 +302,10 @@ def _rows(work: Work, given: Share, reading: Reading) -> Iterator[Row]:
         num_cpus=given.cpus, num_gpus=given.gpus,
     )  # fmt: skip
     try:
-        for batch in answers.iter_batches(batch_size=None, prefetch_batches=0):
-            for row in batch[ROW]:
-                yield pickle.loads(row)
+        with closing(iter(answers.iter_batches(batch_size=None, prefetch_batches=0))) as batches:
+            for batch in batches:
+                for row in batch[ROW]:
+                    yield pickle.loads(row)
     except (ray.exceptions.RayError, ray.data.exceptions.UserCodeException) as error:
         raise BatchError(f"Ray ended the run: {_first_line(error)}.", RESUME) from error
 

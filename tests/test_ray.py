@@ -55,8 +55,12 @@ def address() -> Iterator[str]:
     ) as child:  # fmt: skip
         assert child.stdin is not None and child.stdout is not None
         said = next(line for line in child.stdout if line.startswith("address"))
-        yield said.split()[1]
-        child.stdin.close()
+        try:
+            yield said.split()[1]
+            child.stdin.close()
+            child.wait(60)
+        finally:
+            child.kill()
 
 
 class Run:
@@ -71,6 +75,12 @@ class Run:
         self.said: list[str] = []
         self._listens = threading.Thread(target=self._listen)
         self._listens.start()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
 
     def _listen(self) -> None:
         assert self.process.stderr is not None
@@ -87,9 +97,9 @@ class Run:
     def end(self) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
         assert self.process.stdout is not None
-        out = self.process.stdout.read()
+        code = self.process.wait(120)
         self._listens.join()
-        return self.process.wait(60), out, "".join(self.said)
+        return code, self.process.stdout.read(), "".join(self.said)
 
 
 def some(tmp_path: Path, count: int) -> Path:
@@ -104,11 +114,11 @@ def test_two_workers_finish_a_set_when_one_is_killed(
     tmp_path: Path, address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out, alone = some(tmp_path, 16), tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
-    run = Run("nano", folder, "-o", out, *HOW, "--ray", address, "--ray-block", 8)
-    workers = run.workers(2)
-    assert lines(out) < 12  # the block that begins with its first answer is lost
-    os.kill(workers[1], signal.SIGKILL)
-    code, said, err = run.end()
+    with Run("nano", folder, "-o", out, *HOW, "--ray", address, "--ray-block", 8) as run:
+        workers = run.workers(2)
+        assert lines(out) < 12  # the block that begins with its first answer is lost
+        os.kill(workers[1], signal.SIGKILL)
+        code, said, err = run.end()
     assert (code, said) == (3, ""), err
     assert len({*WORKER.findall(err)}) == 3, err  # another one took it
     assert "\x1b" not in err and "died" in err
@@ -132,8 +142,8 @@ def test_each_node_has_one_engine_and_says_what_is_wrong_there(
     (snapshot.parents[1] / "refs" / "main").write_text("x")
     folder, out = texts(tmp_path / "in", 3), tmp_path / "out.jsonl"
     hub = {"HF_HUB_CACHE": str(tmp_path / "hub")}  # here, and on no node
-    run = Run("a/nano", folder, "-o", out, *HOW, "--ray", address, **hub)
-    code, said, err = run.end()
+    with Run("a/nano", folder, "-o", out, *HOW, "--ray", address, **hub) as run:
+        code, said, err = run.end()
     assert (code, said) == (2, "")
     assert re.search(r"error: process \d+ on .*: a/nano is neither a folder nor", err), err
     assert "2 workers, 2 documents a block" in err
@@ -143,12 +153,13 @@ def test_interrupted_it_leaves_no_process_and_what_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out, alone = some(tmp_path, 12), tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
-    run = Run("nano", folder, "-o", out, *HOW, "--ray", "local", "--threads", 1, "--json-progress")
-    run.workers(1)
-    started = psutil.Process(run.process.pid).children(recursive=True)
-    assert any("raylet" in process.name() for process in started)
-    run.process.send_signal(signal.SIGINT)
-    code, said, err = run.end()
+    local = ("--ray", "local", "--threads", 1, "--json-progress")
+    with Run("nano", folder, "-o", out, *HOW, *local) as run:
+        run.workers(1)
+        started = psutil.Process(run.process.pid).children(recursive=True)
+        assert any("raylet" in process.name() for process in started)
+        run.process.send_signal(signal.SIGINT)
+        code, said, err = run.end()
     assert code == 130 and "interrupted" in err
     assert all("documents" in json.loads(line) for line in said.splitlines())
     assert psutil.wait_procs(started, 10)[1] == []

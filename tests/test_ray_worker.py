@@ -7,6 +7,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def _work() -> Work:
     return made
 
 
-def rows(work: Work, given: Any, reading: Reading, between: Callable[[], None]) -> Iterator[Row]:
+def rows(work: Work, reading: Reading, between: Callable[[], object]) -> Iterator[Row]:
     """What Ray Data does, with one worker and in this process; ``between`` before the reading."""
     between()
     answers = Answers(work)
@@ -82,13 +83,13 @@ def rows(work: Work, given: Any, reading: Reading, between: Callable[[], None]) 
 
 def run(
     work: Work, folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch, block: int = 4,
-    between: Callable[[], None] = lambda: None, **how: Any,
+    between: Callable[[], object] = lambda: None, **how: Any,
 ) -> dict[str, int]:  # fmt: skip
     """A run of ``run_ray`` over ``folder``."""
     from k3offload import run_ray
 
     monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(run_ray, "_rows", lambda *given: rows(*given, between))
+    monkeypatch.setattr(run_ray, "_rows", lambda work, _, reading: rows(work, reading, between))
     reading = Reading(folder.name, {}, str(folder.parent))
     about = {"model": work.identity, "prompt": TASK.prompt, "options": TASK.options()}
     progress = Progress(quiet=True)
@@ -122,12 +123,15 @@ def test_an_input_that_changes_meanwhile_is_an_error(
     tmp_path: Path, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, out = texts(tmp_path / "in", 6), tmp_path / "out.jsonl"
-    change = lambda: (folder / "t02.txt").write_text("another text")  # noqa: E731
     with pytest.raises(BatchError, match=r"^1 documents of the input changed.*--resume"):
-        run(work, folder, out, monkeypatch, between=lambda: change() and None)
+        run(work, folder, out, monkeypatch, between=(folder / "t02.txt").unlink)
     assert len(records(out)) == 5
-    assert run(work, folder, out, monkeypatch, resume=True)["reused"] == 5
-    assert len(records(out)) == 6
+    assert run(work, folder, out, monkeypatch, resume=True)["done"] == 5
+    (folder / "t03.txt").write_text("before")
+    change = partial((folder / "t03.txt").write_text, "behind")
+    with pytest.raises(BatchError, match=r"^1 documents of the input changed.*--resume"):
+        run(work, folder, out, monkeypatch, between=change, resume=True)
+    assert run(work, folder, out, monkeypatch, resume=True)["reused"] == 4
 
 
 def test_a_worker_that_dies_gives_the_same_rows_again(tmp_path: Path, work: Work) -> None:
