@@ -36,7 +36,7 @@ from .batch_lines import digest
 from .batch_records import Records
 from .checkpoint import Checkpoint
 from .documents import Document
-from .errors import BatchError, K3Error, UsageError
+from .errors import BatchError, UsageError
 from .find import find_model
 from .options import Options
 from .precision import choose_precision
@@ -290,9 +290,7 @@ def _rows(work: Work, given: Share, reading: Reading) -> Generator[Row, None, No
     """What the workers send, as it comes.  Closed, it ends them: later Ray may be gone."""
     context = ray.data.DataContext.get_current()
     context.target_max_block_size = 1  # each block of documents and each row travels alone
-    context.execution_no_progress_timeout_s = (
-        -1
-    )  # a sweep of a large model takes as long as it does
+    context.execution_no_progress_timeout_s = -1  # a sweep takes as long as it takes
     context.enable_progress_bars = context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     workers = ray.data.ActorPoolStrategy(size=given.workers, max_tasks_in_flight_per_actor=1)
@@ -340,12 +338,7 @@ def _table(block: bytes) -> Any:
 
 def _first_line(error: BaseException) -> str:
     """What is at the bottom of ``error``, in one line without its end."""
-    cause: BaseException = error
-    while (deeper := getattr(cause, "cause", None) or cause.__cause__) is not None:
-        if not isinstance(deeper, BaseException):
-            break
-        cause = deeper
-    if isinstance(cause, K3Error):
-        return str(cause).rstrip(".")
-    lines = str(cause).strip().splitlines() or [""]
-    return f"{type(cause).__name__}: {lines[0]}".rstrip(".: ")
+    while isinstance(deeper := getattr(error, "cause", None) or error.__cause__, BaseException):
+        error = deeper
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}".rstrip(".: ")

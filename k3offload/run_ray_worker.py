@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .batch import Batch
 from .documents import Document, read_documents
-from .errors import K3Error, UsageError
+from .errors import K3Error, ReadError, UsageError
 from .loading import open_engine
 from .options import Watch
+from .paths import show_path
 from .plan_text import lowered, plan_lines
 from .run_batch import Task, digest_of, record
 from .session_identity import computed_by, identity
@@ -141,6 +142,10 @@ class Answers:
             yield from self._answers(self._engine, block)
         except K3Error as error:
             yield Row(None, type(error)(f"{self._who}: {error.problem}", error.remedy))
+        except OSError as error:
+            place = f"{show_path(error.filename)}: " if error.filename else ""
+            problem = f"{self._who}: {place}{error.strerror or error}."
+            yield Row(None, ReadError(problem, "Check the path on that machine."))
 
     def _answers(self, engine: Engine, block: list[Asked]) -> Iterator[Row]:
         task, digests = self._work.task, {asked.document.id: asked.digest for asked in block}

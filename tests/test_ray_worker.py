@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import sys
@@ -17,7 +18,7 @@ import pytest
 from k3offload.batch_lines import digest
 from k3offload.batch_records import Records
 from k3offload.cli_options import How, loading_options
-from k3offload.documents import read_documents
+from k3offload.documents import Document, read_documents
 from k3offload.errors import BatchError, ReadError, UsageError
 from k3offload.progress import Progress
 from k3offload.run_batch import BatchMeter, Task
@@ -134,9 +135,12 @@ def test_an_input_that_changes_meanwhile_is_an_error(
     assert run(work, folder, out, monkeypatch, resume=True)["reused"] == 4
 
 
-def test_a_worker_that_dies_gives_the_same_rows_again(tmp_path: Path, work: Work) -> None:
+def test_a_worker_that_dies_gives_the_same_rows_again(work: Work) -> None:
     """Ray passes over those it has by their number, so number and order must not change."""
-    documents = list(read_documents(texts(tmp_path / "in", 10)))
+    lengths = [8, 1, 5, 2, 7, 1, 1, 6, 3, 1]
+    documents = [
+        Document(f"{i}", "a word", settings={"max_tokens": n}) for i, n in enumerate(lengths)
+    ]
     block = pickle.dumps([Asked(document, f"d{i}") for i, document in enumerate(documents)])
     made = []
     for sessions in (1, 4):  # in the order of their end this would differ
@@ -162,6 +166,13 @@ def test_what_ends_a_run_says_where_and_what(
 
     monkeypatch.setattr("k3offload.engine.Engine.run", broken)
     with pytest.raises(ReadError, match=r"^process \d+ on .*: shard 1 is gone\. Mend it\."):
+        run(work, folder, out, monkeypatch, resume=True)
+
+    def gone(*_: Any) -> None:
+        raise OSError(errno.EIO, "broken drive", "/a/shard")
+
+    monkeypatch.setattr("k3offload.engine.Engine.run", gone)
+    with pytest.raises(ReadError, match=r"^process \d+ on .*: /a/shard: broken drive\. "):
         run(work, folder, out, monkeypatch, resume=True)
     assert records(out) == {}
 
