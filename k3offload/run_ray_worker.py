@@ -13,7 +13,7 @@ import os
 import pickle
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .batch import Batch
@@ -113,7 +113,8 @@ class Reading:
             if block and (len(block) >= self.most or held + len(document.text) > TEXT):
                 yield pickle.dumps(block)
                 block, held = [], 0
-            block.append(Asked(document, digest_of(self.decides, document)))
+            sent = replace(document, settings=dict(document.settings))  # a view cannot be
+            block.append(Asked(sent, digest_of(self.decides, document)))
             held += len(document.text)
         if block:
             yield pickle.dumps(block)

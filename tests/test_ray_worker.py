@@ -60,6 +60,18 @@ def test_blocks_end_where_they_grow_large(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(size <= 150 or len(block) == 1 for size, block in zip(sizes, made, strict=True))
 
 
+def test_rows_of_a_table_keep_their_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions",
+               "body": {"model": "m", "prompt": "hi", "max_tokens": 3}}  # fmt: skip
+    (tmp_path / "in.jsonl").write_text(json.dumps(request))
+    ((document, _),) = blocks(Reading("in.jsonl", {}, str(tmp_path), "", b"\1", 4))[0]
+    assert (document.id, document.text) == ("a", "hi")
+    assert document.settings == {"model": "m", "max_tokens": 3}
+
+
 @pytest.fixture(name="work")
 def _work() -> Work:
     """On the embedded model."""
