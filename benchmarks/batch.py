@@ -1,14 +1,15 @@
 """Documents that share sweeps against one after another: bytes, time, and the same answers.
 
     python -m benchmarks.batch [--model FOLDER] [--documents 64] [--solo 8] [--ram 2G]
-    python -m benchmarks.batch --short 1000 [--solo 50]
+    python -m benchmarks.batch --short 1000 [--solo 50] [--bad 10]
 
 First form: ``io-real`` (made and deleted again without ``--model``, 12 GB), documents of 100 to 400
 tokens, 32 new tokens each.  ``--solo`` of them run alone under the same memory, one after another,
 and are scaled to all; their answers must be the batch's to the bit.  Bytes also stand against what
 uniform routing predicts for the same sweeps, and against time at the line rate, measured before and
 after.  Second form: short documents with the embedded model, everything cached, where computing is
-the limit.
+the limit.  Memory and open files are looked at every 100 documents: what they grow by once the
+first 300 are done, and again where one document in ``--bad`` is wrong in one of several ways.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from benchmarks.run import machine, note
 from benchmarks.stream import need_room
-from k3offload.batch import Result, Tally
+from k3offload.batch_results import Result, Tally
 from k3offload.bench_read import read_rate
 from k3offload.checkpoint import Checkpoint
 from k3offload.documents import Document
 from k3offload.engine import Engine
+from k3offload.errors import DocumentError
 from k3offload.forecast_sizes import distinct
 from k3offload.loading import open_engine
 from k3offload.make_tiny import make_tiny
 
 NEW, SHORTEST, LONGEST = 32, 100, 400
-
+WARM = 3  #: looks at memory that do not count
 
 WORDS = "and it came to pass that the people of the city went up in those days"
 
@@ -50,6 +53,25 @@ def documents(engine: Engine, count: int, shortest: int, longest: int) -> list[D
         text = engine.tokenizer.decode(engine.encode(f"{i} {words}")[:size])
         made.append(Document(str(i), text))
     return made
+
+
+def spoiled(given: list[Document], every: int) -> list[Document]:
+    """``given``, one in ``every`` of them wrong: unreadable, empty, too long, with bad settings."""
+    made = list(given)
+    for i in range(every // 2, len(given), every):
+        made[i] = (
+            Document(str(i), error=DocumentError(f"Document {i} is damaged.", "Look at it.")),
+            Document(str(i), ""),
+            Document(str(i), "king " * 4000),
+            Document(str(i), "And the king", settings={"top_p": 7}),
+        )[i // every % 4]
+    return made
+
+
+def growth(seen: list[int], size: float = 1) -> float:
+    """What ``seen``, taken every 100 documents, grew by from one to the next after the third."""
+    later = np.array(seen[WARM:]) / size
+    return float(np.polyfit(np.arange(len(later)), later, 1)[0]) if len(later) > 1 else 0.0
 
 
 class Seen:
@@ -77,14 +99,17 @@ class Seen:
             self.files.append(self._me.num_fds())
 
 
-def run(engine: Engine, given: list[Document]) -> tuple[list[Result], float, int, Seen]:
-    """Results, seconds, bytes of experts read, and what sweeps did."""
+def run(
+    engine: Engine, given: list[Document], bad: int = 0
+) -> tuple[list[Result], float, int, Seen]:
+    """Results, seconds, bytes of experts read, and what sweeps did; ``bad`` of them must fail."""
     seen, before = Seen(engine), engine.counts()["experts"].bytes
     begin = time.perf_counter()
     results = list(engine.batch(given, max_new_tokens=NEW, watch=seen))
     seconds = time.perf_counter() - begin
-    if failed := [r for r in results if r.error is not None]:
-        raise SystemExit(f"{len(failed)} documents failed: {failed[0].error}")
+    failed = [r for r in results if r.error is not None]
+    if len(failed) != bad:
+        raise SystemExit(f"{len(failed)} documents failed, not {bad}: {failed[:1]}")
     return results, seconds, engine.counts()["experts"].bytes - before, seen
 
 
@@ -98,6 +123,16 @@ def same(batch: list[Result], alone: list[Result]) -> None:
     for a, b in zip(alone, batch, strict=False):
         if (a.tokens, a.text) != (b.tokens, b.text):
             raise SystemExit(f"Document {a.id} has another answer alone.")
+
+
+def looked(seen: Seen, name: str) -> dict[str, Any]:
+    """What was seen of memory and files."""
+    files = seen.files[WARM:]
+    return {
+        f"rss_every_100{name}": seen.rss,
+        f"mb_per_100_documents{name}": growth(seen.rss, 1e6),
+        f"files_more{name}": max(files, default=0) - min(files, default=0),
+    }
 
 
 def measure(given: argparse.Namespace, folder: str | Path, short: bool) -> dict[str, Any]:
@@ -126,7 +161,10 @@ def measure(given: argparse.Namespace, folder: str | Path, short: bool) -> dict[
             "uniform_bytes": seen.uniform,
         }
         if short:
-            facts |= {"rss_every_100": seen.rss, "files_every_100": seen.files}
+            facts |= looked(seen, "")
+            wrong = spoiled(every, given.bad)
+            bad = sum(a is not b for a, b in zip(every, wrong, strict=True))
+            facts |= {"bad": bad} | looked(run(engine, wrong, bad)[3], "_with_bad")
     with together(folder, 1, context, ram) as engine:
         alone, solo, solo_read, _ = run(engine, every[: given.solo])
     same(results, alone)
@@ -156,6 +194,7 @@ def main() -> None:
     parser.add_argument("--solo", type=int, default=8)
     parser.add_argument("--ram", default="2G")
     parser.add_argument("--short", type=int, default=0)
+    parser.add_argument("--bad", type=int, default=10)
     given = parser.parse_args()
     with ExitStack() as stack:
         folder: str | Path = given.model or "nano"

@@ -15,6 +15,7 @@ import torch
 
 from .arena import as_bytes, raw_bytes
 from .kernels.choose import Kernels
+from .scheduler.lease import Lost
 from .scheduler.store import Batch, ExpertStore
 from .tiers.base import Buffer, PageId, Ticket
 from .tiers.device import Device, Mark
@@ -114,13 +115,13 @@ class Adaptive:
         self.device.drop_prefetches(layer)
 
     @contextmanager
-    def lease(self, pages: Iterable[PageId]) -> Iterator[Iterator[Batch]]:
+    def lease(self, pages: Iterable[PageId], lost: Lost | None = None) -> Iterator[Iterator[Batch]]:
         """As ``ExpertStore.lease``: copies begin first and run while the CPU computes its part.
         What it has computed is on the device behind the block."""
         every = sorted(set(pages))
         here = self.for_cpu(every)
         there = [page for page in every if page not in set(here)]
         with self.outbox.emptied(), ExitStack() as leases:
-            copied = leases.enter_context(self.device.lease(there))
-            held = leases.enter_context(self.host.lease(here)) if here else iter(())
+            copied = leases.enter_context(self.device.lease(there, lost=lost))
+            held = leases.enter_context(self.host.lease(here, lost=lost)) if here else iter(())
             yield itertools.chain(held, copied)

@@ -3,7 +3,8 @@
 Documents are taken from their iterable as places become free, as many at a time as the engine was
 loaded for (``sessions``).  Prompts of new ones ride in the sweeps in which the others decode; a
 beginning that the prompts have in common is computed once, where the engine keeps prefixes.  What
-is wrong with a document ends in its result, and the others go on.  The answer to a document does
+is wrong with a document, or an expert that it needs and that cannot be read, ends in its result,
+and the others go on.  The answer to a document does
 not depend on the others, on their order, or on how many run at a time.
 """
 
@@ -14,116 +15,50 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
-from .config import KDA_CHUNK
+from .batch_prompt import PLACE, Head, around
+from .batch_results import NEW, Going, Job, Result, Tally, bare
+from .choose_label import Chosen, LabelLoop, Labels
 from .constrain import constraint
 from .documents import Document
 from .errors import (
+    CheckpointError,
     DoesNotFit,
     K3Error,
+    ReadError,
     ScratchError,
     SessionError,
     TokenizerError,
     UsageError,
 )
-from .generate import Done, FinishReason, Loop, Prefill, Request, Token
+from .generate import Done, Loop, Prefill, Request, Token
 from .sampling import Sampling
 from .scheduler.admission import Admission
+from .scheduler.remaining import Remaining, UnderWay
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .scheduler.counts import Counts
     from .session import Session
 
 READY, HELD = 64, 4096  #: results that wait at most before more documents are looked at
+LOST = 16  #: documents in a row that could not be read and end the batch; twice the places at least
 SETTINGS = frozenset({"temperature", "top_k", "top_p", "min_p", "seed", "stop"})
-PLACE = "{text}"  #: where a document goes in the prompt
+NEW_TOKENS = 256  #: of an answer, where nobody says how many
 
 Order = Literal["input", "completed"]
 OnError = Literal["record", "raise"]
 
 
-@dataclass(frozen=True)
-class Result:
-    """What became of a document.  ``index``: its place in the input, from 0.
-
-    ``seconds``: from its begin to its end; ``first_token``: to its first token, None without one.
-    ``reused``: prompt tokens that were computed before, for another document.
-    """
-
-    id: str
-    index: int
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-    error: K3Error | None = None
-    prompt_tokens: int = 0
-    reused: int = 0
-    seconds: float = 0.0
-    first_token: float | None = None
-    sweeps: int = 0  #: that it took part in
-
-
-@dataclass
-class Tally:
-    """What a batch has done so far."""
-
-    documents: int = 0  #: ended
-    failed: int = 0  #: of them
-    running: int = 0
-    prompt_tokens: int = 0  #: of the documents that have begun
-    new_tokens: int = 0
-    sweeps: int = 0
-    rows: int = 0  #: of the last sweep
-    bytes: int = 0  #: that the last sweep read
-    read: int = 0  #: that all of them read
-    experts: float = 0.0  #: different ones that the last sweep asked for, a layer
-
-
-class Going(NamedTuple):
-    """A document that was under way when an earlier run ended: the folder in which its session was
-    saved, and ``Result.reused`` by then."""
-
-    folder: Path
-    reused: int
-
-
-class _Job:
-    """A document under way."""
-
-    def __init__(self, index: int, document: Document, request: Request, sweeps: int) -> None:
-        self.index, self.document, self.session = index, document, request.session
-        self.begin, self.swept = time.perf_counter(), sweeps
-        self.earlier = 0  # ``reused``, of a run before this one
-        self.prompt = request.session.length - len(request.made)
-        self.first: float | None = None
-        self.tokens: list[int] = list(request.made)
-        self.pieces: list[str] = []
-
-    @property
-    def reused(self) -> int:
-        """Prompt tokens that were computed for another document."""
-        return self.earlier or self.session.reused
-
-
-def bare(error: K3Error) -> K3Error:
-    """``error`` without what it came from, which may be large (a file that is no UTF-8)."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
-
-
-def around(prompt: str) -> tuple[str, str]:
-    """What stands before and behind the document; raises ``UsageError`` unless it has one place."""
-    if prompt.count(PLACE) != 1:
-        raise UsageError(
-            f"The prompt has {prompt.count(PLACE)} places for a document.",
-            f"Write {PLACE} once, where the document goes.",
-        )
-    head, tail = prompt.split(PLACE)
-    return head, tail
+def _nothing(**given: object) -> None:
+    """Refuse what means nothing beside labels."""
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"{name} means nothing beside labels.", "Leave it out.")
 
 
 class Batch(Iterator[Result]):
@@ -135,43 +70,59 @@ class Batch(Iterator[Result]):
         documents: Iterable[Document | str],
         *,
         prompt: str = PLACE,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
+        labels: Sequence[str] | None = None,
+        label_end: str | Sequence[int] = "",
         on_error: OnError = "record",
         order: Order = "input",
         watch: Callable[[Tally], None] = lambda tally: None,
         pause: Callable[[], None] = lambda: None,
         going: Callable[[Document], Going | None] = lambda document: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """See ``Engine.batch``.  ``pause``: called before every sweep, when all results have been
         handed out.  ``going``: where to go on with a document, if anywhere; a session that cannot
         be loaded, or is not of this document, is begun anew."""
-        self._head, self._tail = around(prompt)
+        head, self._tail = around(prompt)
+        self._head = Head(engine, head)
         for name, value, known in (
             ("on_error", on_error, ("record", "raise")),
             ("order", order, ("input", "completed")),
         ):
             if value not in known:
                 raise UsageError(f"{name} is {value!r}.", f"It must be {' or '.join(known)}.")
-        if max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens is {max_new_tokens}.", "Ask for at least one token.")
+        most = NEW_TOKENS if max_new_tokens is None else max_new_tokens
+        if most < 1:
+            raise UsageError(f"max_new_tokens is {most}.", "Ask for at least one token.")
         self.tally = Tally()
         self._engine = engine
         if sampling is not None and sampling.grammar is not None:
             constraint(engine.tokenizer, sampling.grammar)  # refused now, and not by each document
-        self._most, self._sampling = max_new_tokens, sampling or Sampling()
+        self._sampling = sampling or Sampling()
         self._raises, self._in_order = on_error == "raise", order == "input"
-        self._watch, self._pause, self._going = watch, pause, going
+        self._watch, self._pause, self._going, self._clock = watch, pause, going, clock
         self._documents: Iterator[tuple[int, Document | str]] = enumerate(documents)
         self._lock = threading.RLock()  # closing waits for the sweep under way
         self._more = True
-        self._loop = Loop(engine)
-        self._jobs: dict[int, _Job] = {}
-        self._admission = Admission(engine.options.sessions)
+        self._loop: Loop | LabelLoop = Loop(engine)
+        self._labels = None if labels is None else Labels(engine.tokenizer, labels, label_end)
+        places = engine.options.sessions
+        if self._labels is not None:
+            _nothing(max_new_tokens=max_new_tokens, sampling=sampling)
+            self._loop = LabelLoop(engine, self._labels)
+            most, places = self._labels.longest, self._loop.places
+        elif label_end:
+            raise UsageError("label_end means nothing without labels.", "Leave it out.")
+        self._most = most
+        self._jobs: dict[int, Job] = {}
+        self._admission = Admission(places)
+        self._rest, self._swept = Remaining(engine.plan.sweep_rows), 0.0
+        self._lost = 0  # documents in a row that could not be read
+        self._fatal: K3Error | None = None  # what ends the batch, when all results are handed out
         self._ready: deque[Result] = deque()  # in the order in which they are handed out
         self._held: dict[int, Result] = {}  # done before an earlier one
         self._next = 0
-        self._primed = engine.prefixes is None
 
     # ---- the results ----
 
@@ -181,6 +132,8 @@ class Batch(Iterator[Result]):
     def __next__(self) -> Result:
         with self._lock:
             while not self._ready:
+                if self._fatal is not None:
+                    raise self._fatal
                 if not self._admit() and not self._jobs and not self._ready:
                     raise StopIteration
                 if self._jobs and not self._ready:
@@ -202,6 +155,11 @@ class Batch(Iterator[Result]):
         finally:
             await asyncio.shield(asyncio.to_thread(self.close))
 
+    @property
+    def places(self) -> int:
+        """Documents at a time, at most."""
+        return self._admission.places
+
     def close(self) -> None:
         """Let go of every document; nothing more comes."""
         with self._lock:
@@ -216,9 +174,20 @@ class Batch(Iterator[Result]):
         """Save what is under way, each session in the ``folder`` of its document; yields where to
         go on with it.  Raises ``SessionError``."""
         for job in [job for job in self._jobs.values() if job.session.position]:
-            place = folder(job.document)
-            job.session.save(place)
-            yield job.document, Going(place, job.reused)
+            to = folder(job.document)
+            job.session.save(to)
+            yield job.document, job.going(to, self._clock(), self.tally.sweeps)
+
+    def left(self, waiting: int) -> float | None:
+        """Seconds until all is done, if ``waiting`` documents are still to be taken; None before a
+        sweep was measured.  Called between sweeps."""
+        under_way = []
+        for job in self._jobs.values():
+            made, session = len(job.tokens), job.session
+            prompt = 0 if made else len(session.waiting())
+            under_way.append(UnderWay(prompt, made, job.request.max_new_tokens))
+        group, places = self._admission.group(), self._admission.places
+        return self._rest.seconds(under_way, waiting, self._most, places, group)
 
     # ---- documents begin ----
 
@@ -259,9 +228,10 @@ class Batch(Iterator[Result]):
             self._documents = itertools.chain([(index, document)], self._documents)
             self._admission.places = len(self._jobs)
             return
-        job = self._jobs[index] = _Job(index, document, request, self.tally.sweeps)
-        job.earlier = earlier
+        job = Job(index, document, request, earlier, self._clock(), self.tally.sweeps)
         job.pieces.append(said)
+        self._jobs[index] = job
+        self._rest.taken(True)
         self.tally.prompt_tokens += job.prompt
 
     def _refused(
@@ -269,18 +239,23 @@ class Batch(Iterator[Result]):
     ) -> None:
         if session is not None:
             session.close()
+        self._rest.taken(False)
         self._end(Result(document.id, index, "", (), "error", bare(error)))
 
-    def _request(self, document: Document) -> tuple[Request, int]:
-        """The request, and tokens that an earlier run reused for it.  Raises ``UsageError`` for
-        settings or a text that cannot be."""
+    def _request(self, document: Document) -> tuple[Request, Going]:
+        """The request, and what an earlier run did of it.  Raises ``UsageError`` for settings or a
+        text that cannot be."""
         if not isinstance(document.text, str):
             raise UsageError(f"The document is a {type(document.text).__name__}.", "Give text.")
-        text = self._head + document.text + self._tail
+        text = self._head.text + document.text + self._tail
         if not text:
             raise UsageError("The document is empty.", "Leave it out, or give a prompt around it.")
         settings = dict(document.settings)
         settings.pop("model", None)  # whatever it names, this one answers
+        if self._labels is not None and settings:
+            raise UsageError(
+                f"The setting {min(settings)!r} means nothing beside labels.", "Leave it out."
+            )
         most = settings.pop("max_tokens", self._most)
         if unknown := settings.keys() - SETTINGS:
             raise UsageError(f"Nobody knows the setting {min(unknown)!r}.", "Leave it out.")
@@ -290,11 +265,11 @@ class Batch(Iterator[Result]):
         going = self._going(document)
         if going is not None and (session := self._loaded(document, tokens, going)) is not None:
             made = session.tokens[len(tokens) :]
-            return Request(session, most, sampling, made), going.reused
-        self._prime(tokens)
+            return Request(session, most, sampling, made), going
+        self._head.compute(tokens)
         session = self._engine.session()
         session.append(tokens)
-        return Request(session, most, sampling), 0
+        return Request(session, most, sampling), NEW
 
     def _loaded(self, document: Document, tokens: list[int], going: Going) -> Session | None:
         """The session of an earlier run for a document of ``tokens``."""
@@ -308,73 +283,68 @@ class Batch(Iterator[Result]):
         session.close()
         return None
 
-    def _prime(self, tokens: list[int]) -> None:
-        """Compute what all prompts begin with, before the first of them: they will find it."""
-        if self._primed:
-            return
-        head, same = self._engine.encode(self._head), 0
-        while same < min(len(head), len(tokens) - 1) and head[same] == tokens[same]:
-            same += 1
-        if whole := same // KDA_CHUNK * KDA_CHUNK:
-            with self._engine.session() as session:
-                session.append(tokens[:whole])
-                session.logits()
-        self._primed = True
-
     # ---- sweeps ----
 
     def _step(self) -> None:
-        engine, tally = self._engine, self.tally
-        waiting = self._loop.waiting
-        decoding = sum(session.decoding for session in waiting)
-        prompts = sum(len(session.waiting()) for session in waiting) - decoding
-        before, begin = engine.counts(), time.perf_counter()
+        """A sweep, and what came of it."""
+        before, begin, sweeping = self._engine.counts(), self._clock(), bool(self._loop.waiting)
         for event in self._loop.step():
             job = self._jobs[event.request]
             if isinstance(event, Token):
-                job.first = job.first or time.perf_counter()
-                job.tokens.append(event.token)
-                job.pieces.append(event.text)
-                tally.new_tokens += 1
+                job.token(event.token, event.text, self._clock())
+                self.tally.new_tokens += 1
             elif isinstance(event, Done):
                 self._finish(job, event)
             else:
                 assert isinstance(event, Prefill)
-        seconds = time.perf_counter() - begin
-        prompts -= sum(len(j.session.waiting()) for j in self._jobs.values() if not j.tokens)
-        self._admission.swept(seconds, prompts)
-        after = engine.counts()
-        layers = len(engine.spec.moe_layers) or 1
+        if sweeping:
+            self._count(before, begin)
+        self._watch(self.tally)
+
+    def _count(self, before: dict[str, Counts], begin: float) -> None:
+        """A sweep has ended that began at ``begin``, with these counts."""
+        tally, engine, now = self.tally, self._engine, self._clock()
+        decoding, prompts = engine.last_rows
+        self._admission.swept(now - begin, prompts)
         tally.sweeps += 1
         tally.running = len(self._jobs)
         tally.rows = decoding + prompts
-        tally.bytes = sum(after[kind].bytes - before[kind].bytes for kind in after)
-        tally.read += tally.bytes
+        tally.seconds, self._swept = now - (self._swept if tally.sweeps > 1 else begin), now
+        self._rest.swept(tally.seconds, decoding, prompts)
+        tally.bytes = 0
+        after = engine.counts()
+        for kind, counts in after.items():
+            name, _, device = kind.partition(" on ")
+            tally.moved(name, counts.bytes - before[kind].bytes, bool(device))
+        layers = len(engine.spec.moe_layers) or 1
         tally.experts = (after["experts"].requests - before["experts"].requests) / layers
-        self._watch(tally)
 
-    def _finish(self, job: _Job, done: Done) -> None:
-        now, reused = time.perf_counter(), job.reused
+    def _finish(self, job: Job, done: Done) -> None:
+        said = job.going(Path(), self._clock(), self.tally.sweeps + 1)
         del self._jobs[job.index]
         job.session.close()
         error = None if done.error is None else bare(done.error)
         if error is None:
             self._admission.ended(len(job.tokens))
-        text = "".join(job.pieces) + done.text
+            self._rest.ended(len(job.tokens))
         result = Result(
             id=job.document.id,
             index=job.index,
-            text=text,
+            text="".join(job.pieces) + done.text,
             tokens=tuple(job.tokens),
             finish_reason=done.finish_reason,
             error=error,
             prompt_tokens=job.prompt,
-            reused=reused,
-            seconds=now - job.begin,
-            first_token=None if job.first is None else job.first - job.begin,
-            sweeps=self.tally.sweeps + 1 - job.swept,
+            reused=said.reused,
+            seconds=said.seconds,
+            first_token=said.first_token,
+            sweeps=said.sweeps,
+            scores=done.choice.scores if isinstance(done, Chosen) else (),
         )
         self._end(result)
+        self._lost = self._lost + 1 if isinstance(error, (ReadError, CheckpointError)) else 0
+        if self._lost > max(LOST, 2 * self._admission.places):
+            self._fatal = error
 
     def _end(self, result: Result) -> None:
         self.tally.documents += 1

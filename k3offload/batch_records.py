@@ -91,23 +91,23 @@ class Records:
         if resume and overwrite:
             raise UsageError("--resume and --overwrite exclude each other.", "Leave one out.")
         made = cls(Path(os.path.realpath(out)), about, order, warn)  # a rename replaces no link
-        place, folder = made.out, beside(made.out, STATES)
+        path, folder = made.out, beside(made.out, STATES)
         encode(made._content(False))  # fails now and not after hours
-        refuse(place, resume or overwrite)
+        refuse(path, resume or overwrite)
         if os.path.islink(folder) or (os.path.exists(folder) and not os.path.isdir(folder)):
             raise UsageError(f"{show_path(folder)} is no folder.", "Move it, or name another OUT.")
-        with naming(place):
+        with naming(path):
             made._lock = LockFile(folder / LOCK)
         if made._lock.who:
             raise UsageError(
-                f"Another run is writing {show_path(place)}: {made._lock.who}.",
+                f"Another run is writing {show_path(path)}: {made._lock.who}.",
                 "Wait for it, end it, or name another OUT.",
             )
         try:
-            refuse(place, resume or overwrite)  # it may have been made meanwhile
+            refuse(path, resume or overwrite)  # it may have been made meanwhile
             made._states = States(folder)
-            with naming(place):
-                made._file = OutFile(place, overwrite)
+            with naming(path):
+                made._file = OutFile(path, overwrite)
                 made._begin(resume)
         except BaseException:
             made._release(undo=True)
@@ -182,14 +182,14 @@ class Records:
 
     def _read_manifest(self) -> None:
         """Take up the times of the earlier run, and say if it was of something else."""
-        place = beside(self.out, MANIFEST)
+        path = beside(self.out, MANIFEST)
         self._resumes = 1
         try:
-            content = json.loads(place.read_bytes())
+            content = json.loads(path.read_bytes())
             self._began = datetime.fromisoformat(content["began"]).timestamp()
             self._resumes, self._before = int(content["resumes"]) + 1, float(content["seconds"])
         except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
-            self._warn(f"{show_path(place)} is missing or damaged, and begun anew")
+            self._warn(f"{show_path(path)} is missing or damaged, and begun anew")
             return
         now = json.loads(encode(self._about))
         other = [name for name in DECIDES if content.get(name) != now.get(name)]
@@ -361,10 +361,10 @@ class Records:
         }
 
     def _note(self, finished: bool = False) -> None:
-        place = beside(self.out, MANIFEST)
-        with naming(place):
-            write_file(place, [encode(self._content(finished), indent=2)])
-            sync(place.parent)
+        path = beside(self.out, MANIFEST)
+        with naming(path):
+            write_file(path, [encode(self._content(finished), indent=2)])
+            sync(path.parent)
         self._noted = time.monotonic()
 
     def _content(self, finished: bool) -> dict[str, Any]:

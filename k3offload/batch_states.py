@@ -36,16 +36,16 @@ class State:
 
 
 class States:
-    """The notes and folders in ``place``, which somebody else makes, locks and removes."""
+    """The notes and folders in ``folder``, which somebody else makes, locks and removes."""
 
-    def __init__(self, place: Path) -> None:
-        self._place = place
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._states: dict[bytes, State] = {}
 
     def load(self, warn: Callable[[str], None]) -> None:
         """Take up what an earlier run left; what is damaged or has no note is dropped."""
         for key in self._found():
-            note = self._place / f"{key.hex()}.json"
+            note = self._folder / f"{key.hex()}.json"
             try:
                 self._states[key] = self._read(note, key)
             except FileNotFoundError:  # killed between the folder and its note
@@ -56,7 +56,7 @@ class States:
 
     def _read(self, note: Path, key: bytes) -> State:
         content = json.loads(note.read_bytes())
-        made = State(content["id"], content["digest"], content["extra"], self._place / key.hex())
+        made = State(content["id"], content["digest"], content["extra"], self._folder / key.hex())
         kinds = isinstance(made.id, str), isinstance(made.digest, str), isinstance(made.extra, dict)
         if not all(kinds) or key_of(made.id) != key:
             raise ValueError
@@ -64,7 +64,7 @@ class States:
 
     def folder(self, id: str) -> Path:
         """Where the state of document ``id`` belongs; the folder is the caller's to make."""
-        return self._place / key_of(id).hex()
+        return self._folder / key_of(id).hex()
 
     def get(self, key: bytes) -> State | None:
         """What is kept of the document of that hash."""
@@ -79,13 +79,13 @@ class States:
         key, folder = key_of(id), self.folder(id)
         note = encode({"id": id, "digest": digest, "extra": dict(extra)})
         write_file(folder.with_name(f"{folder.name}.json"), [note])
-        sync(self._place)
+        sync(self._folder)
         self._states[key] = State(id, digest, dict(extra), folder)
 
     def drop(self, key: bytes) -> None:
         """Delete what is kept of a document: the note first, so that none is without its state."""
         self._states.pop(key, None)
-        folder = self._place / key.hex()
+        folder = self._folder / key.hex()
         for ending in (".json", f".json{UNFINISHED}"):
             with suppress(OSError):
                 folder.with_name(folder.name + ending).unlink(missing_ok=True)
@@ -102,5 +102,5 @@ class States:
 
     def _found(self) -> list[bytes]:
         """Hashes of all documents of which anything lies there."""
-        names = (_NAME.fullmatch(path.name) for path in self._place.iterdir())
+        names = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
         return sorted({bytes.fromhex(name[1]) for name in names if name})

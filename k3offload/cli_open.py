@@ -1,14 +1,19 @@
-"""What commands that run a model share: opening it with everything said, a seed that is told."""
+"""What commands that run a model share: opening it with everything said, texts that are read from
+files, a seed that is told."""
 
 from __future__ import annotations
 
 import dataclasses
 import secrets
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .cli_options import How, loading_options
 from .config import show_size
+from .errors import UsageError
+from .paths import show_path
 from .progress import Progress
 from .sampling import Sampling
 
@@ -28,6 +33,27 @@ def seeded(sampling: Sampling, progress: Progress, kept: int | None = None) -> S
         if not sampling.greedy:
             progress.say(f"seed {seed}: --seed {seed} gives the same text again")
     return sampling
+
+
+def read_text(file: Path, progress: Progress) -> str:
+    """The text in ``file``, UTF-8 without its byte order mark; ``-`` is stdin."""
+    if str(file) != "-":
+        return as_text(file.read_bytes(), show_path(file)).removeprefix("\ufeff")
+    if sys.stdin is None:
+        raise UsageError("A text should come from stdin, which is closed.", "Name a file.")
+    progress.say("reading from stdin")
+    return as_text(sys.stdin.buffer.read(), "stdin").removeprefix("\ufeff")
+
+
+def as_text(data: bytes, name: str) -> str:
+    """``data`` as text; raises ``UsageError`` naming the byte that is no UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{name} is not UTF-8: byte {error.start} is {data[error.start]:#04x}.",
+            "Convert it first (iconv -t UTF-8).",
+        ) from error
 
 
 def open_model(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from .cli_open import open_model, seeded
+from .cli_open import as_text, open_model, read_text, seeded
 from .cli_options import (
     AsJson,
     Choice,
@@ -146,22 +145,12 @@ def _prompt(given: str | None, file: Path | None, held: bool, progress: Progress
     ``held`` to go on with."""
     if given is not None and file is not None:
         raise UsageError("There are two prompts.", "Give PROMPT or --prompt-file.")
-    if "-" in (given, str(file)):
-        if sys.stdin is None:
-            raise UsageError("The prompt should come from stdin, which is closed.", "Give a text.")
-        progress.say("reading the prompt from stdin")
-        data = sys.stdin.buffer.read()
-    elif file is not None:
-        data = file.read_bytes()
+    if file is None and given == "-":
+        file = Path("-")
+    if file is not None:
+        text = read_text(file, progress)
     else:  # bytes of the command line as they were
-        data = (given or "").encode("utf-8", "surrogateescape")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"The prompt is not UTF-8: byte {error.start} is {data[error.start]:#04x}.",
-            "Convert it first (iconv -t UTF-8).",
-        ) from error
+        text = as_text((given or "").encode("utf-8", "surrogateescape"), "The prompt")
     if not text and not held:
         raise UsageError("The prompt is empty.", "Give at least one character.")
     return text

@@ -115,6 +115,9 @@ class ConstraintState:
         """Go on by ``token``; raises ``UsageError`` for one that may not come here."""
         if not self._matcher.consume_token(token):
             self._check()
+            raise UsageError(
+                f"The grammar admits no token {token} here.", "Give it only tokens that it allows."
+            )
 
     @property
     def complete(self) -> bool:

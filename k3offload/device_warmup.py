@@ -116,7 +116,9 @@ class Made:
         """There are none."""
 
     @contextmanager
-    def lease(self, pages: Iterable[PageId]) -> Iterator[Iterator[list[tuple[PageId, Any]]]]:
+    def lease(
+        self, pages: Iterable[PageId], lost: Any = None
+    ) -> Iterator[Iterator[list[tuple[PageId, Any]]]]:
         yield iter([[(page, self._slot) for page in pages]])
 
 

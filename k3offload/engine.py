@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .accelerator import Accelerator, for_cpu
-from .batch import Batch, OnError, Order, Tally
+from .batch import Batch, OnError, Order
+from .batch_results import Tally
 from .budget import latent_form
 from .checkpoint import Checkpoint
 from .documents import Document
@@ -175,7 +176,9 @@ class Engine:
         if options.prefix_dir is not None:
             below = PrefixFolder(self, options.prefix_dir, options.prefix_disk or PREFIX_DISK)
 
-        return Prefixes(size, lambda ledger: self._empty(ledger, True), below) if size else None
+        if not size:
+            return None
+        return Prefixes(size, lambda ledger: self._empty(ledger, True), below, options.keeps_ends)
 
     def _empty(self, ledger: Ledger, shared: bool = False) -> SequenceState:
         """An empty state; one that is ``shared`` by sessions of a device lies in RAM."""
@@ -254,8 +257,10 @@ class Engine:
         documents: Iterable[Document | str],
         *,
         prompt: str = "{text}",
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
+        labels: Sequence[str] | None = None,
+        label_end: str | Sequence[int] = "",
         on_error: OnError = "record",
         order: Order = "input",
         watch: Callable[[Tally], None] = lambda tally: None,
@@ -263,7 +268,9 @@ class Engine:
         """An iterator over ``Result``, one for each of ``documents``, which are taken as places
         become free: as many at a time as the engine was loaded for (``sessions``).
 
-        ``prompt``: what a document is put into, at ``{text}``; ``on_error``: ``record`` what is
+        ``prompt``: what a document is put into, at ``{text}``; ``max_new_tokens``: 256 unless said;
+        ``labels``: nothing is generated, and the likeliest of them is the answer, with
+        ``label_end`` behind each, both as in ``score_labels``; ``on_error``: ``record`` what is
         wrong with a document in its result, or ``raise`` it; ``order``: results come as in the
         ``input``, or as they are ``completed``; ``watch``: told after every sweep.
         ``Batch.results()`` is the asynchronous form.  Raises ``UsageError`` for settings that
@@ -272,7 +279,7 @@ class Engine:
         self.check_open()
         return Batch(
             self, documents, prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling,
-            on_error=on_error, order=order, watch=watch,
+            labels=labels, label_end=label_end, on_error=on_error, order=order, watch=watch,
         )  # fmt: skip
 
     # ---- work ----
@@ -291,7 +298,8 @@ class Engine:
 
         Decode tokens ride along and prompts share what the plan's sweep has left; who got nothing
         comes first next time.  Returns the sessions that failed with their errors: numbers that
-        turned NaN, or no room for more state.  The others are not touched by it.
+        turned NaN, no room for more state, an expert that cannot be read.  The others are not
+        touched by it.  Raises ``ReadError`` where that is not the expert alone, or the trunk.
         """
         return self._turns.sweep(sessions)
 
@@ -321,8 +329,9 @@ class Engine:
 
         with self.lock:
             self.check_open()
+            own = self.hooks
             self._model.sweep(
-                runs, emit, Hooks(before_layer, self.hooks.on_route, self.hooks.on_ahead)
+                runs, emit, Hooks(before_layer, own.on_route, own.on_ahead, self.disk.probe)
             )
 
     # ---- accounts ----
@@ -331,6 +340,11 @@ class Engine:
         """Requests so far, RAM over disk: ``experts``, ``trunk`` (layers), ``head`` (passes) and
         ``embedding`` (rows)."""
         return {kind: counts.copy() for kind, counts in self._counts.items()}
+
+    @property
+    def last_rows(self) -> tuple[int, int]:
+        """Rows that the last ``sweep`` computed: that decoded, and of prompts."""
+        return self._turns.rows
 
     @property
     def planned(self) -> int:

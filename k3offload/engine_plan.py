@@ -36,19 +36,24 @@ def plan_engine(engine: Engine, checkpoint: Checkpoint) -> tuple[Plan, Accelerat
     """The plan for the machine as it is now, and the device that has its part in it.
 
     With ``Options.fewer`` it is for ``engine.options.sessions`` sessions or for a half, a quarter,
-    ... of them, whichever lets a session read least, and the options then say how many.
+    ... of them, whichever lets a session read least, and the options then say how many.  Where
+    nothing else fits, ``Options.prefix_head`` is given up.
     Raises ``DoesNotFit`` with the missing bytes.
     """
     trim_allocator()
     machine = read_machine()
     most, device = engine.options.sessions, engine.accelerator
-    counts = [most >> i for i in range(most.bit_length())] if engine.options.fewer else [most]
+    halves = [most >> i for i in range(most.bit_length()) if most >> i >= engine.options.fewest]
+    counts = halves if engine.options.fewer else [most]
     found: list[tuple[float, int]] = []
     for count in counts:
         try:
             plan, _ = _plan(engine, checkpoint, machine, count)
         except DoesNotFit:
             if count == counts[-1] and not found:
+                if engine.options.prefix_head:  # it saves work, and nothing depends on it
+                    engine.options = replace(engine.options, prefix_head=0)
+                    return plan_engine(engine, checkpoint)
                 raise
             continue
         found.append((plan.reads / count, -count))

@@ -18,7 +18,7 @@ from .textstream import TextStream
 if TYPE_CHECKING:
     from .engine import Engine
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "label", "error"]
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,10 @@ class Loop:
 def generate(engine: Engine, requests: Sequence[Request]) -> Iterator[Event]:
     """Run ``requests`` together; yields events as they happen, one ``Done`` for each request.
 
-    A request whose numbers fail, or whose state has no room, ends with ``finish_reason ==
-    "error"`` and the others go on; an error of the engine itself (a read that failed for good) is
-    raised.  Raises ``UsageError`` or ``SessionError`` at once for requests that cannot be run.
+    A request whose numbers fail, whose state has no room, or that needs an expert that cannot be
+    read ends with ``finish_reason == "error"`` and the others go on; an error of the engine itself
+    (the trunk or the whole drive cannot be read) is raised.  Raises ``UsageError`` or
+    ``SessionError`` at once for requests that cannot be run.
     """
     loop = Loop(engine)
     for i, request in enumerate(requests):

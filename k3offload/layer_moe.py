@@ -19,10 +19,12 @@ import torch
 from .adaptive import Adaptive, Outbox
 from .arena import LayerWeights
 from .config import CALL_ROWS
+from .errors import K3Error
 from .kernels.choose import Kernels
 from .kernels.experts_reference import Job
 from .kernels.glu_reference import Activation
 from .kernels.linear_reference import Weight
+from .scheduler.lease import Lost
 from .scheduler.store import ExpertStore
 from .scheduler.sweep import Group
 from .spec import ModelSpec
@@ -31,6 +33,8 @@ from .tiers.base import Buffer, PageId
 ExpertWeights = Callable[[PageId, Buffer], tuple[Weight, Weight, Weight]]  #: gate, up, down
 #: layer, group, experts [R, k], weights [R, k], scores [R, E] float32, by which they were chosen
 OnRoute = Callable[[int, Group, torch.Tensor, torch.Tensor, torch.Tensor], None]
+#: a page that cannot be read, the rows of the sweep that chose it, its error; may raise
+OnLost = Callable[[PageId, Sequence[int], K3Error], None]
 
 
 class Side(NamedTuple):
@@ -64,16 +68,18 @@ def moe(
     kernels: Kernels,
     side: Side,
     on_route: OnRoute,
+    on_lost: OnLost,
 ) -> torch.Tensor:
     """LatentMoE of one layer: calls ``emit(group, routed, shared)``, each [R, H], once for each
-    group.  ``side`` computes the routed experts.  Returns what they were given, [R, Z]."""
+    group.  ``side`` computes the routed experts.  Returns what they were given, [R, Z].  What rows
+    that ``on_lost`` is told of get means nothing; the others get what they always would."""
     assert spec.moe is not None
     m = spec.moe
     xs = [normed(group) for group in groups]
     experts, shares = _route(xs, groups, w, spec, kernels, on_route)
     places = _places(experts, w.layer)
     with ExitStack() as leased:
-        arrivals = leased.enter_context(store.lease(places))
+        arrivals = leased.enter_context(store.lease(places, lost=_losing(places, m.top_k, on_lost)))
         store.drop_prefetches(w.layer)
         latents = []
         for i, group in enumerate(groups):
@@ -149,6 +155,11 @@ def route(
     return chosen, share, scores.add_(bias)
 
 
+def _losing(places: Mapping[PageId, Sequence[int]], top_k: int, on_lost: OnLost) -> Lost:
+    """Whom a lease of the pages in ``places`` tells what it cannot have."""
+    return lambda page, error: on_lost(page, [place // top_k for place in places[page]], error)
+
+
 def _has_all(store: ExpertStore | Adaptive, pages: Mapping[PageId, object]) -> bool:
     return isinstance(store, ExpertStore) and store.has_all(pages.keys())
 
@@ -219,7 +230,7 @@ class _Results:
 
     @property
     def at(self) -> torch.Tensor:
-        """[R, k] int64: where the result of each choice lies in ``y``."""
+        """[R, k] int64: where the result of each choice lies in ``y``; 0 for one that was lost."""
         return torch.frombuffer(self._at, dtype=torch.int64).view(-1, self._k)
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,13 +26,14 @@ from .kernels.choose import Kernels
 from .kernels.workers import single_threaded
 from .layer_kda import kda
 from .layer_mla import mla
-from .layer_moe import OnRoute, Side, mlp, moe, route
+from .layer_moe import OnLost, OnRoute, Side, mlp, moe, route
 from .scheduler.schedule import Schedule
 from .scheduler.store import ExpertStore
 from .scheduler.sweep import Group, Part, Span, pack
 from .spec import LayerSpec
 from .state import SequenceState
 from .stream import TILE, Mix, Resident, Spilled, Stream, own
+from .tiers.base import PageId
 from .tiers.spill import Spill
 from .weights import Weights
 
@@ -73,11 +75,13 @@ Emit = Callable[[int, int, torch.Tensor], None]  #: run, first position, logits 
 @dataclass
 class Hooks:
     """What may watch or stop a sweep: ``before_layer(l)`` may raise, ``on_route`` sees routing,
-    ``on_ahead`` what the next layer's pages are guessed from."""
+    ``on_ahead`` what the next layer's pages are guessed from; ``on_lost`` is told of a page that
+    could not be read, and raises what ends the sweep if nothing can."""
 
     before_layer: Callable[[int], None] = lambda layer: None
     on_route: OnRoute = lambda layer, group, experts, weights, scores: None
     on_ahead: OnAhead = lambda layer, next_layer, scores, latent: None
+    on_lost: Callable[[PageId], None] = lambda page: None
 
 
 class Model:
@@ -100,22 +104,24 @@ class Model:
     def sweep(self, runs: Sequence[Run], emit: Emit, hooks: Hooks) -> None:
         """Advance every run's state by its tokens and emit the logits of the rows it keeps.
 
-        A run whose numbers turn NaN or infinite gets a ``NumericError`` in ``run.error``, one that
-        loses what it moved to scratch files a ``ScratchError``; the others are not touched by it.
-        Any other error leaves all states of the sweep broken, but for ``DoesNotFit`` and
-        ``ScratchError``, which come before any state has moved.
+        A run gets a ``NumericError`` in ``run.error`` whose numbers turn NaN or infinite, a
+        ``ScratchError`` that loses what it moved to scratch files, a ``ReadError`` that chose an
+        expert that cannot be read; the others are not touched by it.  Other errors leave all states
+        broken, but for ``DoesNotFit`` and ``ScratchError``, which come before any has moved.
         """
         for run in runs:
             run.state.usable().reserve(len(run.tokens))
             run.state.failed = None
         groups = pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs])
-        sealed = self._sealed(groups[-1].end)
+        rows = groups[-1].end
+        sealed = self._sealed(rows)
         looks = self._schedule if isinstance(sealed, Resident) else None
         decodes = all(group.decode for group in groups) and isinstance(sealed, Resident)
         ahead = looks if decodes else None
         on_route = _both(ahead, hooks.on_route) if ahead else hooks.on_route
         if ahead:
-            ahead.begin(sum(len(run.tokens) for run in runs))
+            ahead.begin(rows)
+        crowd = looks and self.spec.moe and looks.crowded(rows, self.spec.moe.experts)
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
         try:
@@ -123,11 +129,9 @@ class Model:
                 for kernels in self._sides.kernels:
                     in_force.enter_context(kernels.in_force())
                 alone = decodes and len(self._sides.kernels) == 1
-                few = self._sides.kernels[0].put_off(groups[-1].end if alone else 0)
-                in_force.enter_context(few)
+                in_force.enter_context(self._sides.kernels[0].put_off(rows if alone else 0))
                 first = self._sides.layers[0]
-                p = first.kernels.here(self._embed(runs, groups))[0]
-                stream = Stream(p, first, sealed)
+                stream = Stream(first.kernels.here(self._embed(runs, groups))[0], first, sealed)
                 for layer in self.spec.layers:
                     hooks.before_layer(layer.index)
                     stream.move(self._sides.layers[layer.index])
@@ -135,16 +139,20 @@ class Model:
                         self._attention(layer, stream, groups, runs, w)
                         for run in runs:
                             run.error = run.error or run.state.failed
-                        latent = self._feed_forward(layer, stream, groups, w, on_route)
-                        if ahead:
+                        lost = partial(_lose, groups, runs, hooks)
+                        latent = self._feed_forward(layer, stream, groups, w, on_route, lost)
+                        if ahead and not crowd:
                             self._look_ahead(layer, stream, latent, ahead, hooks.on_ahead)
                         elif looks:
                             self._read_on(layer, stream, looks)
                         stream.side.kernels.finish()  # its memory may go to another layer
-                self._check(stream, groups, runs)
-                stream.move(self._sides.head)
-                self._head(stream, groups, runs, emit)
-            if ahead:
+                    if all(run.error for run in runs):
+                        break  # nobody wants the rest
+                else:
+                    self._check(stream, groups, runs)
+                    stream.move(self._sides.head)
+                    self._head(stream, groups, runs, emit)
+            if ahead and not any(run.error for run in runs):
                 ahead.end()
         except BaseException as error:
             for run in runs:
@@ -201,6 +209,7 @@ class Model:
         groups: Sequence[Group],
         w: LayerWeights,
         on_route: OnRoute,
+        on_lost: OnLost,
     ) -> torch.Tensor | None:
         """p <- p + ffn(norm(mix)).  Returns what routed experts were given, [R, Z]."""
         kernels = stream.side.kernels
@@ -225,7 +234,7 @@ class Model:
         assert self._store is not None
         return moe(
             normed, emit, groups, w, self.spec, self._store, self._weights.expert, kernels,
-            self._sides.experts, on_route,
+            self._sides.experts, on_route, on_lost,
         )  # fmt: skip
 
     def _look_ahead(
@@ -252,8 +261,8 @@ class Model:
         schedule.ahead(layer.index, index, likely, given)
 
     def _read_on(self, layer: LayerSpec, stream: Stream, schedule: Schedule) -> None:
-        """In a prompt most experts come anyway: begin with those that many rows will choose, which
-        the disk brings while the next layer attends."""
+        """In a crowd of rows most experts come anyway: begin with those that many will choose,
+        which the disk brings while the next layer attends."""
         following = self.spec.layers[layer.index + 1 :][:1]
         if not following or following[0].ffn != "moe" or not schedule.asks_router:
             return
@@ -364,6 +373,18 @@ def _both(schedule: Schedule, watch: OnRoute) -> OnRoute:
         watch(layer, group, experts, weights, scores)
 
     return on_route
+
+
+def _lose(
+    groups: Sequence[Group], runs: Sequence[Run], hooks: Hooks, page: PageId, rows: Sequence[int],
+    error: K3Error,
+) -> None:  # fmt: skip
+    """``page`` cannot be read: those of ``runs`` whose ``rows`` chose it fail with ``error``."""
+    hooks.on_lost(page)
+    for part in _parts(groups):
+        if any(part.row <= row < part.row + part.count for row in rows):
+            run = runs[part.run]
+            run.error = run.error or error
 
 
 def _parts(groups: Sequence[Group]) -> list[Part]:

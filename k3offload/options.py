@@ -34,6 +34,7 @@ class Options:
     context: int = 4096
     sessions: int = 1
     fewer: bool = False  # so many sessions at most: as many as let each of them read least
+    fewest: int = 1  # and so many at least
     held: int = 0  # tokens of the context that are computed already
     sweep: int | None = None  # tokens; None: as many as make prompt and answer read least
     answer: int | None = None  # tokens of ``context`` that are decoded; None: as often
@@ -51,6 +52,7 @@ class Options:
     summaries: int | None = None  # bytes of RAM for a sweep's block summaries; None: all of them
     scratch: Path | None = None  # folder for what does not; None: in the user's cache folder
     prefix_cache: int | None = None  # bytes of shared snapshots; None: as few as prefix_dir needs
+    prefix_head: int = 0  # tokens of a beginning to share where neither of the others is given
     prefix_dir: str | None = None  # where they are written to as well
     prefix_disk: int | None = None  # bytes of them there; None: PREFIX_DISK
 
@@ -90,6 +92,11 @@ class Options:
         """What the engine is for, where nobody has chosen the sweep."""
         return use_of(self.sweep, self.context - self.held, self.sessions, self.answer)
 
+    @property
+    def keeps_ends(self) -> bool:
+        """Whether every prompt leaves a snapshot, and not just the head of a batch."""
+        return self.prefix_cache is not None or self.prefix_dir is not None
+
     def prefix_bytes(self, spec: ModelSpec) -> tuple[int, int]:
         """Bytes in RAM of snapshots that sessions share, and the same where latents spill.
 
@@ -98,7 +105,9 @@ class Options:
         least = state_bytes(spec, self.dtype, KDA_CHUNK, self.latent_dtype)
         if self.prefix_cache is None:
             if self.prefix_dir is None:
-                return 0, 0
+                if not self.prefix_head:
+                    return 0, 0
+                return state_bytes(spec, self.dtype, self.prefix_head, self.latent_dtype), least
             # two of a prompt: where it ends, and where it leaves those before it
             whole = state_bytes(spec, self.dtype, self.context, self.latent_dtype)
             return whole + least, 2 * least

@@ -30,18 +30,28 @@ class Prefixes:
     """At most ``size`` bytes of snapshots in RAM; blocks that several share count once.
 
     ``make``: an empty state in RAM, charged to a ledger; raises ``DoesNotFit``.  ``below``: where
-    snapshots are written to as well.
+    snapshots are written to as well.  Without ``ends`` only what was asked for is kept.
     """
 
     def __init__(
-        self, size: int, make: Callable[[Ledger], SequenceState], below: PrefixFolder | None = None
+        self,
+        size: int,
+        make: Callable[[Ledger], SequenceState],
+        below: PrefixFolder | None = None,
+        ends: bool = True,
     ) -> None:
+        self._ends, self._asked = ends, b""
         self.ledger = Ledger(size)
         self._make, self._below = make, below
         self._kept: OrderedDict[bytes, SequenceState] = OrderedDict()  # by tokens, int32
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def ask(self, tokens: Sequence[int]) -> None:
+        """Say that prompts will begin with ``tokens``, whole chunks: the next one leaves a snapshot
+        behind them.  One that keeps ends does so anyway."""
+        self._asked = _key(tokens)
 
     def jump(self, session: Session) -> None:
         """Let ``session`` go on from the longest snapshot that its tokens begin with, if that is
@@ -92,6 +102,8 @@ class Prefixes:
     def _wanted(self, tokens: bytes) -> list[int]:
         """Positions, in order: the end of the prompt, the last one from which the same prompt has a
         token to compute, and where it leaves the known one most like it."""
+        if not self._ends:
+            return [len(self._asked) // 4] if tokens.startswith(self._asked) else []
         length = len(tokens) // 4
         known = [*self._kept, *(self._below.keys() if self._below else ())]
         leaves = max((common(tokens, key) for key in known), default=0)

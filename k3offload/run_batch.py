@@ -8,35 +8,38 @@ line, or one of another hash.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .batch import Batch, Going, Result, Tally
+from .batch import Batch
 from .batch_lines import digest
+from .batch_meter import BatchMeter
+from .batch_openai import NAME as OPENAI
+from .batch_openai import openai_line
 from .batch_records import SAVE_EVERY, Records
-from .config import show_size
+from .batch_results import Going, Result
+from .batch_states import State
 from .documents import Document
 from .engine import Engine
 from .errors import (
     BatchError,
+    CheckpointError,
     DoesNotFit,
     K3Error,
+    ReadError,
     ScratchError,
     SessionError,
     TooLong,
     UsageError,
 )
-from .progress import Progress, show_seconds, write_out
+from .progress import Progress
 from .sampling import Sampling
 from .session_manifest import need_zarr
 
-#: errors that another machine or other options may cure; a resumed run tries these again
-AGAIN = (DoesNotFit, ScratchError, TooLong)
-EVERY: float = 1.0  #: seconds between two lines of progress for machines
+#: errors that another machine, other options or a repair may cure; a resumed run tries these again
+AGAIN = (CheckpointError, DoesNotFit, ReadError, ScratchError, TooLong)
 
 
 @dataclass(frozen=True)
@@ -44,103 +47,24 @@ class Task:
     """What to do with every document."""
 
     prompt: str
-    max_new_tokens: int
-    sampling: Sampling
+    max_new_tokens: int | None = None
+    sampling: Sampling | None = None
+    labels: tuple[str, ...] = ()  # instead of both: nothing is generated
+    label_end: str = ""
+    openai: str = ""  # lines are those of OpenAI's Batch API, with this name of the model
 
     def options(self) -> dict[str, Any]:
-        """What decides an answer beside the document, the prompt and the model."""
-        return {"max_new_tokens": self.max_new_tokens, **asdict(self.sampling)}
+        """What decides an answer beside the document, the prompt and the model, and a line."""
+        shape = {"output_format": OPENAI} if self.openai else {}
+        if self.labels:
+            return {"labels": list(self.labels), "label_end": self.label_end, **shape}
+        sampling = asdict(self.sampling or Sampling())
+        return {"max_new_tokens": self.max_new_tokens, **sampling, **shape}
 
-
-class BatchMeter:
-    """What is going on, for people in one line, for machines as lines of JSON on stdout."""
-
-    def __init__(
-        self,
-        progress: Progress,
-        total: int | None,
-        as_json: bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._progress, self._total, self._json, self._clock = progress, total, as_json, clock
-        self._tally, self._place = Tally(), ""
-        self._skipped = 0
-        self._begin, self._out = clock(), sys.stdout
-        self._said = float("-inf")
-
-    def begins(self, tally: Tally) -> None:
-        """The model is loaded; ``tally`` goes on changing."""
-        self._tally, self._begin = tally, self._clock()
-
-    def skipped(self) -> None:
-        """A document of the input has its record already."""
-        self._skipped += 1
-
-    def layer(self, layer: int, layers: int) -> None:
-        """Layer ``layer`` (from 0) of ``layers`` begins."""
-        self._place = f"layer {layer + 1} of {layers}"
-        self._show(layer, layers)
-
-    def swept(self, tally: Tally) -> None:
-        """A sweep has ended."""
-        self._tally = tally
-        self._place = ""
-        self._show(0, 1)
-
-    def left(self) -> float | None:
-        """Seconds until all are done, from how long those took that are; None if nobody knows."""
-        done = self._tally.documents
-        if self._total is None or not done:
-            return None
-        return (self._total - self._skipped - done) * (self._clock() - self._begin) / done
-
-    def facts(self) -> dict[str, Any]:
-        """The figures so far."""
-        tally, seconds = self._tally, self._clock() - self._begin
-        return {
-            "documents": tally.documents + self._skipped,
-            "of": self._total,
-            "found_done": self._skipped,
-            "failed": tally.failed,
-            "running": tally.running,
-            "prompt_tokens": tally.prompt_tokens,
-            "new_tokens": tally.new_tokens,
-            "tokens_per_second": tally.new_tokens / seconds if seconds else None,
-            "sweep": tally.sweeps,
-            "rows": tally.rows,
-            "experts_a_layer": tally.experts,
-            "bytes_per_token": tally.bytes / tally.rows if tally.rows else None,
-            "bytes_read": tally.read,
-            "seconds": seconds,
-            "seconds_left": self.left(),
-        }
-
-    def _show(self, layer: int, layers: int) -> None:
-        if not self._json:
-            self._progress.show(self.line())
-            return
-        now = self._clock()
-        if now - self._said >= EVERY:
-            self._said = now
-            write_out(json.dumps({**self.facts(), "layer": layer, "layers": layers}), to=self._out)
-
-    def line(self) -> str:
-        """The figures so far in words."""
-        f = self.facts()
-        of = "" if self._total is None else f" of {self._total:,}"
-        parts = [f"{f['documents']:,}{of} documents"]
-        if f["failed"]:
-            parts.append(f"{f['failed']:,} failed")
-        parts.append(f"{f['running']:,} running")
-        if f["new_tokens"]:
-            parts.append(f"{f['tokens_per_second']:.3g} tokens/s")
-        if f["rows"]:
-            read = f"{show_size(int(f['bytes_per_token']))} a token"
-            parts.append(f"{f['rows']:,} rows a sweep, {f['experts_a_layer']:.3g} experts, {read}")
-        if f["seconds_left"] is not None:
-            parts.append(f"{show_seconds(f['seconds_left'])} left")
-        parts.append(f"sweep {f['sweep'] + 1:,} {self._place}".rstrip())
-        return ", ".join(parts)
+    def line(self, result: Result, digest: str) -> dict[str, Any]:
+        """The line of ``result``."""
+        made = {**record(result), "digest": digest}
+        return openai_line(made, self.openai, int(time.time())) if self.openai else made
 
 
 def run_batch(
@@ -159,7 +83,8 @@ def run_batch(
     never.
 
     Raises what ends the whole run: ``BatchError`` where the output cannot be written,
-    ``ReadError`` where the model cannot be read.  What was flushed before is done.
+    ``ReadError`` where more of the model than an expert cannot be read.  What was flushed before is
+    done, and what was under way goes on from where it was saved last.
     """
     decides = digest(model, task.prompt, task.options())
     hashes: dict[str, str] = {}
@@ -172,24 +97,25 @@ def run_batch(
 
     def going(document: Document) -> Going | None:
         state = records.state(document.id)
-        return None if state is None else Going(state.folder, state.extra.get("reused", 0))
+        return None if state is None else _going(state)
 
     def pause() -> None:
         records.flush()
         saves.maybe(batch, records, hashes)
 
-    saves = _Saves(save_every, progress)
+    saves = _Saves(save_every, progress, meter)
     batch = Batch(
         engine, new(), prompt=task.prompt, max_new_tokens=task.max_new_tokens,
-        sampling=task.sampling, order="completed", watch=meter.swept, pause=pause,
-        going=going,
+        sampling=task.sampling, labels=task.labels or None, label_end=task.label_end,
+        order="completed", watch=meter.swept, pause=pause, going=going,
     )  # fmt: skip
-    meter.begins(batch.tally)
+    progress.say(f"{batch.places} documents at a time")
+    meter.begins(batch.tally, batch.left)
     try:
         for result in batch:
             if result.error is not None:
                 progress.say(f"{result.id}: {result.error}")
-            records.add({**record(result), "digest": hashes.pop(result.id)})
+            records.add(task.line(result, hashes.pop(result.id)))
     finally:
         batch.close()
     return records.finish()
@@ -216,8 +142,9 @@ def ask(
 class _Saves:
     """When what is under way is saved: ``every`` so many seconds, 0 is never."""
 
-    def __init__(self, every: float, progress: Progress) -> None:
-        self._every, self._last, self._progress = every, time.monotonic(), progress
+    def __init__(self, every: float, progress: Progress, meter: BatchMeter) -> None:
+        self._every, self._last = every, time.monotonic()
+        self._progress, self._meter = progress, meter
         if every:
             try:
                 need_zarr()
@@ -231,10 +158,19 @@ class _Saves:
             return
         try:
             for document, where in batch.save(lambda document: records.state_folder(document.id)):
-                records.keep_state(document.id, hashes[document.id], {"reused": where.reused})
+                extra = where._asdict()
+                del extra["folder"]
+                records.keep_state(document.id, hashes[document.id], extra)
+            self._meter.saved()
         except (SessionError, UsageError, BatchError) as error:
             self._progress.say(f"warning: answers under way are not saved: {error}")
         self._last = time.monotonic()
+
+
+def _going(state: State) -> Going:
+    """What ``_Saves`` kept of a document."""
+    known = Going._fields[1:]
+    return Going(state.folder, **{name: state.extra[name] for name in known if name in state.extra})
 
 
 def digest_of(decides: str, document: Document) -> str:
@@ -261,6 +197,16 @@ def record(result: Result) -> dict[str, Any]:
             "sweeps": result.sweeps,
         },
     }
+    if result.scores:
+        facts["label"] = result.text
+        facts["scores"] = [
+            {
+                "label": score.label,
+                "log_likelihood": score.log_likelihood,
+                "probability": score.probability,
+            }
+            for score in result.scores
+        ]
     if isinstance(result.error, AGAIN):
         facts["retry"] = True
     return facts

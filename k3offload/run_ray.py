@@ -21,6 +21,7 @@ import os
 import pickle
 import re
 import socket
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import replace
@@ -31,17 +32,19 @@ import ray
 import ray.data
 from ray.data.block import BlockMetadata
 
-from .batch import Result, Tally, bare
+from .batch import LOST
 from .batch_lines import digest
+from .batch_meter import BatchMeter
 from .batch_records import Records
+from .batch_results import Result, Tally, bare
 from .checkpoint import Checkpoint
 from .documents import Document
-from .errors import BatchError, UsageError
+from .errors import BatchError, CheckpointError, ReadError, UsageError
 from .find import find_model
 from .options import Options
 from .precision import choose_precision
 from .progress import Progress
-from .run_batch import BatchMeter, Task, ask, record
+from .run_batch import Task, ask
 from .run_ray_worker import BLOCK, ROW, Answers, Opened, Reading, Row, Work
 from .session_identity import identity_of
 from .spec import ModelSpec
@@ -179,8 +182,8 @@ def run_ray(
     meanwhile.
     """
     tally, decides = Tally(), digest(work.identity, work.task.prompt, work.task.options())
-    meter.begins(tally)
-    wanted = _wanted(documents, decides, records, progress, meter, tally)
+    meter.begins(tally, None)  # only an engine could say what is left
+    wanted = _wanted(work.task, documents, decides, records, progress, meter, tally)
     records.flush()
     left = wanted.count(1)
     if left:
@@ -202,6 +205,7 @@ def run_ray(
 
 
 def _wanted(
+    task: Task,
     documents: Iterable[Document],
     decides: str,
     records: Records,
@@ -216,7 +220,7 @@ def _wanted(
         if not done and document.error is not None:
             progress.say(f"{document.id}: {document.error}")
             result = Result(document.id, 0, "", (), "error", bare(document.error))
-            records.add({**record(result), "digest": known})
+            records.add(task.line(result, known))
             tally.documents, tally.failed = tally.documents + 1, tally.failed + 1
     return wanted
 
@@ -232,12 +236,13 @@ def _collect(
     """Write what comes back; how many records that were."""
     known: dict[str, Opened] = {}
     running: dict[str, int] = {}  # in the order in which workers were heard of
+    lost = Counter[str]()  # documents in a row that could not be read there
     count = 0
     for row in rows:
         if row.fatal is not None:
             raise row.fatal
         assert row.record is not None and row.opened is not None
-        who, line, usage = row.opened.who, row.record, row.record["usage"]
+        who, line = row.opened.who, row.record
         if who not in known:
             _say_opened(row.opened, known, progress)
             records.note({"workers": [_of_manifest(opened) for opened in known.values()]})
@@ -248,22 +253,32 @@ def _collect(
         records.add(line)
         records.flush()
         count += 1
-        if error := line["error"]:
-            progress.say(f"{line['id']}: {error['problem']} {error['remedy']}".rstrip())
+        if row.error is not None:
+            progress.say(f"{line['id']}: {row.error}")
         running.pop(who, None)
-        running[who] = row.running
+        running[who] = row.tally.running
         if len(running) > workers:  # one of them died
             del running[next(iter(running))]
-        tally.documents += 1
-        tally.failed += error is not None
-        tally.running = sum(running.values())
-        tally.prompt_tokens += usage["prompt_tokens"]
-        tally.new_tokens += usage["new_tokens"]
-        tally.sweeps += row.sweeps
-        tally.read += row.read
-        tally.rows, tally.bytes, tally.experts = row.rows, row.bytes, row.experts
+        _add(tally, row.tally, sum(running.values()))
         meter.swept(tally)
+        lost[who] = lost[who] + 1 if isinstance(row.error, (ReadError, CheckpointError)) else 0
+        if row.error is not None and lost[who] > max(LOST, 2 * row.opened.sessions):
+            raise type(row.error)(f"{who}: {row.error.problem}", row.error.remedy)
     return count
+
+
+def _add(tally: Tally, of: Tally, running: int) -> None:
+    """Count what a row says; the last sweep is that of one worker."""
+    tally.documents += of.documents
+    tally.failed += of.failed
+    tally.running = running
+    tally.prompt_tokens += of.prompt_tokens
+    tally.new_tokens += of.new_tokens
+    tally.sweeps += of.sweeps
+    tally.read += of.read
+    tally.copied += of.copied
+    tally.rows, tally.seconds = of.rows, of.seconds
+    tally.experts, tally.bytes = of.experts, of.bytes
 
 
 def _say_opened(opened: Opened, known: dict[str, Opened], progress: Progress) -> None:

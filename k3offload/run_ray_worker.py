@@ -13,17 +13,19 @@ import os
 import pickle
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .batch import Batch
+from .batch_results import Tally
 from .documents import Document, read_documents
 from .errors import K3Error, ReadError, UsageError
 from .loading import open_engine
 from .options import Watch
 from .paths import show_path
 from .plan_text import lowered, plan_lines
-from .run_batch import Task, digest_of, record
+from .run_batch import Task, digest_of
 from .session_identity import computed_by, identity
 
 if TYPE_CHECKING:
@@ -66,22 +68,19 @@ class Opened:
 
 
 class Row(NamedTuple):
-    """One thing that comes back: a record, or the error that ends the run.
+    """One thing that comes back: the line of a document, or the error that ends the run.
 
-    ``opened``: who sends it; ``warnings``, ``sweeps``, ``read`` (bytes): since the one before; the
-    others are of the last sweep.
+    ``tally``: the document, and sweeps and bytes since the row before; what is of the last sweep
+    there is so here.  ``error``: the document's; ``opened``: who sends it; ``warnings``: since the
+    row before.
     """
 
     record: Mapping[str, Any] | None
     fatal: K3Error | None = None
+    tally: Tally = Tally()
+    error: K3Error | None = None
     opened: Opened | None = None
     warnings: Sequence[str] = ()
-    sweeps: int = 0
-    read: int = 0
-    running: int = 0
-    rows: int = 0
-    bytes: int = 0
-    experts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +127,7 @@ class Answers:
         self._who = f"process {os.getpid()} on {socket.gethostname()}"
         self._engine: Engine | None = None
         self._opened: Opened | None = None
+        self._plan = ""
         self._warnings: list[str] = []
 
     def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> Iterator[dict[str, list[bytes]]]:
@@ -144,8 +144,8 @@ class Answers:
         except K3Error as error:
             yield Row(None, type(error)(f"{self._who}: {error.problem}", error.remedy))
         except OSError as error:
-            place = f"{show_path(error.filename)}: " if error.filename else ""
-            problem = f"{self._who}: {place}{error.strerror or error}."
+            path = f"{show_path(error.filename)}: " if error.filename else ""
+            problem = f"{self._who}: {path}{error.strerror or error}."
             yield Row(None, ReadError(problem, "Check the path on that machine."))
 
     def _answers(self, engine: Engine, block: list[Asked]) -> Iterator[Row]:
@@ -153,17 +153,19 @@ class Answers:
         batch = Batch(
             engine, [asked.document for asked in block], prompt=task.prompt,
             max_new_tokens=task.max_new_tokens, sampling=task.sampling,
+            labels=task.labels or None, label_end=task.label_end,
         )  # fmt: skip
-        tally, sweeps, read = batch.tally, 0, 0
+        if self._opened is None:
+            self._opened = self._told(engine, batch.places)
+        before = deepcopy(batch.tally)
         try:
             for result in batch:
-                line = {**record(result), "digest": digests[result.id]}
+                line, tally = task.line(result, digests[result.id]), _since(before, batch.tally)
+                tally.documents, tally.failed = 1, int(result.error is not None)
+                tally.prompt_tokens, tally.new_tokens = result.prompt_tokens, len(result.tokens)
                 warnings, self._warnings[:] = tuple(self._warnings), ()
-                yield Row(
-                    line, None, self._opened, warnings, tally.sweeps - sweeps,
-                    tally.read - read, tally.running, tally.rows, tally.bytes, tally.experts,
-                )  # fmt: skip
-                sweeps, read = tally.sweeps, tally.read
+                yield Row(line, None, tally, result.error, self._opened, warnings)
+                before = deepcopy(batch.tally)
         finally:
             batch.close()
 
@@ -183,8 +185,19 @@ class Answers:
                 f"the model {work.model} is another one there; what differs: {', '.join(differ)}.",
                 "Give every machine the same files.",
             )
-        options = engine.options
-        self._opened = Opened(
-            self._who, options.sessions, options.threads, "\n".join(said), computed_by(engine)
-        )
+        self._plan = "\n".join(said)
         return engine
+
+    def _told(self, engine: Engine, places: int) -> Opened:
+        threads = engine.options.threads
+        return Opened(self._who, places, threads, self._plan, computed_by(engine))
+
+
+def _since(before: Tally, now: Tally) -> Tally:
+    """``now`` with what has grown since ``before``."""
+    sweeps, read, copied = (
+        now.sweeps - before.sweeps,
+        now.read - before.read,
+        now.copied - before.copied,
+    )
+    return replace(now, sweeps=sweeps, read=read, copied=copied)

@@ -21,6 +21,8 @@ from .session_save import Saved, save
 from .state import SequenceState
 
 if TYPE_CHECKING:
+    import torch
+
     from .engine import Engine
     from .generate import Event
 
@@ -33,6 +35,25 @@ class Snapshot:
     state: SequenceState
     logits: npt.NDArray[np.float32] | None
     sampled: int  # how many tokens at the end were sampled and are not computed yet
+
+
+def checked_ids(tokens: Sequence[int], vocab: int) -> list[int]:
+    """``tokens`` as a list; raises ``UsageError`` for what is no id, or outside the vocabulary."""
+    try:
+        if isinstance(tokens, (bytes, bytearray)):
+            raise TypeError("bytes are no token ids")
+        ids = [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise UsageError(
+            f"These are no token ids: {error}.", "Give text, or a flat list of whole numbers."
+        ) from error
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise UsageError(
+                f"Token {token} is not in the vocabulary of {vocab}.",
+                "Check that the tokens are of this model.",
+            )
+    return ids
 
 
 class Session:
@@ -51,6 +72,9 @@ class Session:
         self._saved: Saved | None = None
         self._wanted: set[int] = set()  # where to keep a snapshot
         self._kept: dict[int, SequenceState] = {}  # the snapshots, by position
+        #: who wants the logits of every token that is computed, [n, vocab], in order; such a
+        #: session neither uses nor leaves snapshots that others share
+        self.on_rows: Callable[[torch.Tensor], None] | None = None
         self.reused = 0  #: tokens that were taken from a snapshot when it last began or went back
 
     # ---- what it holds ----
@@ -119,22 +143,7 @@ class Session:
         self._tokens += ids
 
     def _ids(self, tokens: Sequence[int]) -> list[int]:
-        vocab = self.engine.spec.vocab
-        try:
-            if isinstance(tokens, (bytes, bytearray)):
-                raise TypeError("bytes are no token ids")
-            ids = [operator.index(token) for token in tokens]
-        except TypeError as error:
-            raise UsageError(
-                f"These are no token ids: {error}.", "Give text, or a flat list of whole numbers."
-            ) from error
-        for token in ids:
-            if not 0 <= token < vocab:
-                raise UsageError(
-                    f"Token {token} is not in the vocabulary of {vocab}.",
-                    "Check that the tokens are of this model.",
-                )
-        return ids
+        return checked_ids(tokens, self.engine.spec.vocab)
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Logits after the last token, [vocab] float32, read-only; computes what is waiting.

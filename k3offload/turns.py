@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+import torch
+
 from .errors import DoesNotFit, K3Error, ScratchError, SessionError
 from .model import Run
 from .scheduler.sweep import cut
@@ -21,6 +23,7 @@ class Turns:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._passed_over: WeakSet[Session] = WeakSet()  # got nothing in the last sweep
+        self.rows = (0, 0)  #: that decoded, and of prompts, in the last sweep
 
     def sweep(self, sessions: Sequence[Session]) -> dict[Session, K3Error]:
         """As ``Engine.sweep``."""
@@ -46,12 +49,19 @@ class Turns:
                 self._passed_over.add(session)
                 continue
             taken.append(session)
-            runs.append(Run(session.state, session.waiting()[:count], 1, session.decoding))
+            keep = 1 if session.on_rows is None else count
+            runs.append(Run(session.state, session.waiting()[:count], keep, session.decoding))
+        decoding = sum(run.decode for run in runs)
+        self.rows = decoding, sum(len(run.tokens) for run in runs) - decoding
+
+        def emit(run: int, position: int, rows: torch.Tensor) -> None:
+            taken[run].keep_logits(rows[-1].numpy())
+            if (wanted := taken[run].on_rows) is not None:
+                wanted(rows)
+
         if runs:
             try:
-                self._engine.run(
-                    runs, lambda i, position, row: taken[i].keep_logits(row[0].numpy())
-                )
+                self._engine.run(runs, emit)
             finally:
                 for session in taken:
                     session.state.settle()
@@ -61,7 +71,8 @@ class Turns:
     def _prepare(self, session: Session, taken: int) -> int:
         """How many waiting tokens of ``session`` a sweep takes beside ``taken`` others; makes room
         for them.  Raises ``DoesNotFit``, ``ScratchError``."""
-        engine, prefixes = self._engine, self._engine.prefixes
+        engine = self._engine
+        prefixes = engine.prefixes if session.on_rows is None else None
         with engine.blamed():
             session.know_last()
             if prefixes is not None:

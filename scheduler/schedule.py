@@ -20,7 +20,7 @@ from .hints import Hints, Predictor, quantise
 from .store import ExpertStore
 from .trial import Trial
 
-#: so many rows of a prompt that would choose an expert by now make it certain that one will
+#: so many rows of a crowd that would choose an expert by now make it certain that one will
 SURE = 8
 NEAR = 2  #: times top k: how many of a row's best experts the policy hears about
 Floats = npt.NDArray[np.float32]
@@ -95,8 +95,13 @@ class Schedule:
         if self._trial:
             self._trial.answered()
 
+    def crowded(self, rows: int, experts: int) -> bool:
+        """Whether ``rows`` that decode are so many that an expert is chosen ``SURE`` times on
+        average: most come anyway, as in a prompt, and nobody need guess."""
+        return self.asks_router and rows * self._top_k >= SURE * experts
+
     def read_on(self, next_layer: int, chosen: npt.NDArray[np.integer[Any]], experts: int) -> None:
-        """Some rows of a prompt would choose ``chosen`` [rows, k] of the ``experts`` of
+        """Some rows of a crowd would choose ``chosen`` [rows, k] of the ``experts`` of
         ``next_layer`` by now.
 
         Only what is certain is read: one page in vain costs as much as one page brought early
@@ -107,4 +112,4 @@ class Schedule:
             return
         named = [PageId(next_layer, int(e)) for e in np.argsort(-times, kind="stable")]
         sure = [page for page in named if times[page.expert] >= SURE and self._store.absent(page)]
-        self._store.prefetch(sorted(sure[: self._store.prefetch_room]))
+        self._store.prefetch(sorted(sure[: 2 * self._store.prefetch_room]), sure=True)

@@ -24,27 +24,13 @@ import numpy.typing as npt
 from ..errors import SlotsExhausted
 from ..tiers.base import CachePolicy, Cancelled, PageId, Priority, Ticket, Tier
 from .counts import Counts
+from .lease import Lease, Lost
 
 MOST = 16  #: pages that a lease hands out at once
 PREFETCH_ROOM = 64  #: prefetched pages waiting to be asked for, if the slots allow that many
 
 #: pages and their slots; on a device these are tensors
 Batch = list[tuple[PageId, Any]]
-
-
-class _Lease:
-    """One caller's walk: what it still has to get and what it holds."""
-
-    def __init__(self, pages: Iterable[PageId], priority: Priority) -> None:
-        self.priority, self.thread = priority, threading.get_ident()
-        self.ready: deque[PageId] = deque()  # pinned, resident, not yet handed out
-        self.coming: set[PageId] = set()  # pinned, loading
-        self.wanted: deque[PageId] = deque(pages)  # neither
-        self.held: list[PageId] = []
-        self.error: BaseException | None = None
-
-    def pinned(self) -> set[PageId]:
-        return {*self.ready, *self.coming, *self.held}
 
 
 class ExpertStore:
@@ -75,13 +61,13 @@ class ExpertStore:
         self._free = list(range(len(slots)))[::-1]
         self._slot: dict[PageId, int] = {}  # resident or loading
         self._loading: dict[PageId, Ticket] = {}
-        self._waiting: dict[PageId, list[_Lease]] = {}  # who has a loading page in ``coming``
+        self._waiting: dict[PageId, list[Lease]] = {}  # who has a loading page in ``coming``
         self._pins: dict[PageId, int] = {}
         self._unused: set[PageId] = set()  # prefetched, here or loading, not yet asked for
         self._guarded: dict[PageId, None] = {}  # those of them that may still be; oldest first
         self._idle: set[PageId] = set()  # resident, without pin or guard: what can be evicted
         self._ending = 0  # slots of cancelled reads whose last pieces are still under way
-        self._leases: set[_Lease] = set()
+        self._leases: set[Lease] = set()
         self._change = threading.Condition()
 
     @property
@@ -118,7 +104,11 @@ class ExpertStore:
 
     @contextmanager
     def lease(
-        self, pages: Iterable[PageId], most: int = MOST, priority: Priority = Priority.DEMAND
+        self,
+        pages: Iterable[PageId],
+        most: int = MOST,
+        priority: Priority = Priority.DEMAND,
+        lost: Lost | None = None,
     ) -> Iterator[Iterator[Batch]]:
         """An iterator over lists of (page, slot) that covers each of the distinct ``pages`` once.
 
@@ -126,9 +116,11 @@ class ExpertStore:
         waits for a page and hands out what is there, ``most`` at once and, while more pages than
         slots are left, no more than half of the slots.  A page keeps its slot until the next step
         or the end of the block; then reads of this lease alone that have not begun are dropped.
-        Raises the tier's ``ReadError``, or ``SlotsExhausted`` if this thread itself holds all.
+        ``lost`` is told of a page that cannot be read as soon as that is known, on this thread, and
+        the walk goes on without it.  Raises the tier's ``ReadError`` where ``lost`` is None, or
+        ``SlotsExhausted`` if this thread itself holds all.
         """
-        lease = _Lease(dict.fromkeys(pages), priority)
+        lease = Lease(dict.fromkeys(pages), priority, lost)
         walk = self._walk(lease, most)
         try:
             with self._change:
@@ -141,7 +133,7 @@ class ExpertStore:
             with self._change:
                 self._drop(lease)
 
-    def _walk(self, lease: _Lease, most: int) -> Generator[Batch, None, None]:
+    def _walk(self, lease: Lease, most: int) -> Generator[Batch, None, None]:
         while True:
             with self._change:
                 self._release_held(lease)
@@ -150,19 +142,23 @@ class ExpertStore:
                 while lease.ready and len(lease.held) < limit:
                     lease.held.append(lease.ready.popleft())
                 batch = [(page, self._slots[self._slot[page]]) for page in lease.held]
+                failed, lease.failed = lease.failed, []
+            lease.tell(failed)
             if not batch:
+                if failed:
+                    continue
                 return
             if self._handed_out is not None:
                 self._handed_out([slot for _, slot in batch])
             yield batch
 
-    def _wait_for_pages(self, lease: _Lease) -> None:
+    def _wait_for_pages(self, lease: Lease) -> None:
         """Until a page is ready, or the walk is over."""
         while True:
             self._start_reads(lease)
             if lease.error is not None:
                 raise lease.error
-            if lease.ready or not (lease.coming or lease.wanted):
+            if lease.ready or lease.failed or not (lease.coming or lease.wanted):
                 return
             if not lease.coming:
                 self._refuse_deadlock(lease)
@@ -170,7 +166,7 @@ class ExpertStore:
             self._change.wait()
             self.counts.wait_seconds += time.perf_counter() - begin
 
-    def _take_present(self, lease: _Lease) -> None:
+    def _take_present(self, lease: Lease) -> None:
         """Pin all pages that are resident or loading before any page is evicted."""
         absent = [page for page in lease.wanted if page not in self._slot]
         for page in lease.wanted:
@@ -178,7 +174,7 @@ class ExpertStore:
                 self._take(page, lease)
         lease.wanted = deque(sorted(absent, key=self._tier.order))
 
-    def _take(self, page: PageId, lease: _Lease) -> None:
+    def _take(self, page: PageId, lease: Lease) -> None:
         """A request for a page that has a slot: a hit, or late if it is still loading."""
         self.counts.requests += 1
         if page in self._unused:
@@ -196,7 +192,7 @@ class ExpertStore:
             self._await(page, lease)
             ticket.raise_to(lease.priority)
 
-    def _start_reads(self, lease: _Lease) -> None:
+    def _start_reads(self, lease: Lease) -> None:
         """Read absent pages in order while there are slots."""
         while lease.wanted:
             page = lease.wanted[0]
@@ -214,11 +210,11 @@ class ExpertStore:
             self._await(page, lease)
             self._begin(page, slot, lease.priority)
 
-    def _await(self, page: PageId, lease: _Lease) -> None:
+    def _await(self, page: PageId, lease: Lease) -> None:
         lease.coming.add(page)
         self._waiting.setdefault(page, []).append(lease)
 
-    def _refuse_deadlock(self, lease: _Lease) -> None:
+    def _refuse_deadlock(self, lease: Lease) -> None:
         """Nobody else can free a slot if the calling thread holds them all."""
         mine: set[PageId] = set()
         for other in self._leases:
@@ -231,14 +227,14 @@ class ExpertStore:
                 f"End the outer lease first, or give {len(mine) + len(lease.wanted)} slots.",
             )
 
-    def _release_held(self, lease: _Lease) -> None:
+    def _release_held(self, lease: Lease) -> None:
         if self._given_back is not None:
             self._given_back([self._slots[self._slot[page]] for page in lease.held])
         for page in lease.held:
             self._unpin(page)
         lease.held.clear()
 
-    def _drop(self, lease: _Lease) -> None:
+    def _drop(self, lease: Lease) -> None:
         """Let go of everything.  What nobody else waits for and has not begun is not read."""
         self._leases.discard(lease)
         self._release_held(lease)
@@ -252,20 +248,20 @@ class ExpertStore:
 
     # ---- prefetch ----
 
-    def prefetch(self, pages: Iterable[PageId]) -> int:
+    def prefetch(self, pages: Iterable[PageId], sure: bool = False) -> int:
         """Start reading absent ``pages``, the most wanted first, behind all other reads.
 
-        Stops where slots that nobody uses, or the room for prefetched pages, end.  Returns how
-        many reads were started.  One that fails is forgotten: a later lease reads again.
+        Stops where slots that nobody uses, or the room for them, end: twice as much if they are
+        ``sure``.  Returns how many reads were started.  One that fails is read by a later lease.
         """
-        started = 0
+        started, room = 0, self.prefetch_room * (2 if sure else 1)
         with self._change:
             if any(lease.wanted for lease in self._leases):
                 return 0  # pages that someone waits for have no slot yet
             for page in pages:
                 if page in self._slot:
                     continue
-                if len(self._guarded) >= self.prefetch_room or not (self._free or self._idle):
+                if len(self._guarded) >= room or not (self._free or self._idle):
                     break
                 slot = self._free.pop() if self._free else self._evict(self._idle)
                 self._unused.add(page)
@@ -339,8 +335,7 @@ class ExpertStore:
                 self._free.append(slot)
                 self._pins.pop(page, None)
                 for lease in self._waiting.pop(page, ()):
-                    lease.coming.discard(page)
-                    lease.error = lease.error or ticket.error
+                    lease.fail(page, ticket.error)
                 self._forget(page)
             self._change.notify_all()
 

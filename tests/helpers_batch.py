@@ -1,4 +1,5 @@
-"""Batches without a model: what a document's answer is, and runs that write them."""
+"""Batches without a model: what a document's answer is, and runs that write them.  A clock that the
+sweeps of a model move."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from k3offload.batch_lines import digest
 from k3offload.batch_records import Records
+
+if TYPE_CHECKING:
+    from k3offload.engine import Engine
 
 ABOUT: Final[dict[str, Any]] = {"version": "0.1.0", "model": {"name": "m"}, "prompt": "p"}
 ODD: Final = {
@@ -20,6 +24,29 @@ ODD: Final = {
     "name \udcff.txt": "half a pair \ud83d, \0 and \x1b",
     "NUL": '"quoted" \\ {"id": 1}\n',
 }
+
+
+class Clock:
+    """Seconds that pass in sweeps: ``each`` for one, and for every row that decodes or is a
+    prompt's."""
+
+    def __init__(self, each: float, decode: float, prompt: float) -> None:
+        self.now, self._each, self._prices = 1000.0, each, (prompt, decode)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def drive(self, engine: Engine) -> None:
+        first = engine.spec.moe_layers[0]
+
+        def before_layer(layer: int) -> None:
+            self.now += self._each * (layer == 0)
+
+        def on_route(layer: int, group: Any, *routed: Any) -> None:
+            if layer == first:
+                self.now += (group.end - group.begin) * self._prices[group.decode]
+
+        engine.hooks.before_layer, engine.hooks.on_route = before_layer, on_route
 
 
 def of(text: str, prompt: str = "p") -> str:

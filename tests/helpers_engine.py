@@ -7,6 +7,7 @@ plan is made small by the planner itself.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -23,10 +24,12 @@ from k3offload import cli
 from k3offload.checkpoint import Checkpoint
 from k3offload.engine import Engine
 from k3offload.errors import DoesNotFit
+from k3offload.generate import Event, Loop, Request, Token
 from k3offload.loading import load
 from k3offload.make_tiny import make_tiny
 from k3offload.model import Run
 from k3offload.run_logits import spans
+from k3offload.sampling import Sampling
 from k3offload.scheduler.plan import Demand, Limits, Plan, make_plan
 from k3offload.session import Session
 from k3offload.tiers.device_fake import FakeDevice
@@ -150,6 +153,22 @@ def least_vram(folder: Path | str, **given: Any) -> int:
     with pytest.raises(DoesNotFit) as refusal:
         load(folder, device=FakeDevice(1 << 30), vram=0, **given)
     return refusal.value.missing
+
+
+def gone_on(
+    engine: Engine, prompt: str, sampling: Sampling, count: int, left: int
+) -> tuple[str, list[Event]]:
+    """An answer of ``count`` tokens that is left after ``left`` of them and gone on with, as a
+    batch does after a kill: the text of those, and the events that follow."""
+    with engine.session() as session:
+        session.append(prompt)
+        sampled = (e for e in session.generate(count, sampling) if isinstance(e, Token))
+        made = tuple(e.token for e in itertools.islice(sampled, left))
+        loop, events = Loop(engine), list[Event]()
+        said = loop.add(0, Request(session, count, sampling, made))
+        while len(loop):
+            events += loop.step()
+    return said, events
 
 
 def expert_bytes(folder: Path) -> int:

@@ -5,17 +5,26 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+import k3offload.engine_plan
 from k3offload import Sampling, load
-from k3offload.batch import Result, Tally
+from k3offload.batch import Batch
+from k3offload.batch_results import Going, Result, Tally
+from k3offload.budget import state_bytes
 from k3offload.documents import Document
 from k3offload.engine import Engine
-from k3offload.errors import CheckpointError, DoesNotFit, UsageError
+from k3offload.errors import CheckpointError, DoesNotFit, NumericError, UsageError
+from k3offload.layout import EMBED
 from k3offload.loading import open_engine
+from k3offload.scheduler.plan import Demand, Limits, Plan, make_plan
+from k3offload.tiers.device_fake import FakeDevice
+from tests.helpers_batch import Clock
 
 TEXTS = [f"Text {i}. " + "And it came to pass " * (i % 5) + "\n" for i in range(14)]
 HEAD = "Go on with what is written here, in the words of the book, and end when it ends.\n\n" * 8
@@ -113,6 +122,28 @@ def test_what_is_wrong_with_a_document_is_in_its_result(engine: Engine) -> None:
     assert found["short"].tokens == found["fine"].tokens[:2]
 
 
+def test_numbers_that_fail_end_their_document_only_r43(alone: list[Result]) -> None:
+    """A bad row of the embedding, of a word that one document has: its companions share sweeps and
+    tiles with it and keep their bits."""
+    with load("nano", sessions=5, context=512, prefix_cache="4M") as engine:
+        held = engine.weights._embed_held
+        assert held is not None and engine.weights._head_held is not held
+        token = engine.encode(" wheels")[0]
+        assert not any(token in engine.encode(text) for text in TEXTS)
+        assert not any(token in result.tokens for result in alone)
+        held.tensor(EMBED)[token] = float("nan")
+        mixed = [*TEXTS[:3], "And the wheels", *TEXTS[3:], "wheels, wheels"]
+        found = list(engine.batch(mixed, max_new_tokens=12, sampling=DRAWN))
+        for bad in (found.pop(), found.pop(3)):
+            assert bad.finish_reason == "error" and not bad.tokens and not bad.text
+            assert isinstance(bad.error, NumericError) and "Layer 0 " in str(bad.error)
+        assert answers(found) == answers(alone)
+        gc.collect()
+        assert engine._ledger.used == 0
+        (head,) = engine.batch(["And"], prompt="wheels " * 80 + "{text}", max_new_tokens=2)
+        assert isinstance(head.error, NumericError)
+
+
 def test_or_is_raised(engine: Engine) -> None:
     batch = engine.batch(["", "", TEXTS[0]], on_error="raise")
     with pytest.raises(UsageError, match="empty"):
@@ -169,3 +200,70 @@ def test_as_many_sessions_as_let_each_read_least() -> None:
     assert all(r.error is None for r in found)
     with pytest.raises(DoesNotFit), open_engine("nano", lambda t, s: sizes, ram="100M"):
         pass
+    sizes["fewest"] = 4096
+    with pytest.raises(DoesNotFit), open_engine("nano", lambda t, s: sizes, ram=ram):
+        pass
+
+
+def test_the_head_of_a_batch_gives_way_to_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has room for itself alone, and is given up before nothing fits."""
+    sizes: dict[str, Any] = {"sessions": 1, "fewer": True, "prefix_head": 192, "context": 512}
+    with open_engine("nano", lambda tokenizer, spec: sizes, ram="8G") as engine:
+        assert engine.prefixes is not None
+        head = state_bytes(engine.spec, "bfloat16", 192)
+        assert engine.plan.prefixes == engine.prefixes.ledger.capacity == head
+        assert sum(r.reused for r in engine.batch(TEXTS[:3], prompt=HEAD + "{text}")) == 3 * 192
+        assert len(engine.prefixes) == 1
+        without = replace(engine.options, prefix_head=0).prefix_bytes(engine.spec)
+        assert without == (0, 0)
+
+    def tight(demand: Demand, limits: Limits) -> Plan:
+        return make_plan(replace(demand, prefixes=10**12 * bool(demand.prefixes)), limits)
+
+    monkeypatch.setattr(k3offload.engine_plan, "make_plan", tight)
+    with open_engine("nano", lambda tokenizer, spec: sizes, ram="8G") as engine:
+        assert engine.prefixes is None and engine.plan.prefixes == 0
+
+
+def test_as_many_sessions_as_a_device_has_room_for(engine: Engine) -> None:
+    """RAM has room for all of them here; the device decides, and the bits are those of the CPU."""
+    sizes: dict[str, Any] = {"sessions": 256, "context": 512, "fewer": True}
+    device = FakeDevice(400 << 20, seed=6)
+    with open_engine("nano", lambda t, s: sizes, device=device, vram="20M") as beside:
+        chosen = beside.options.sessions
+        assert 4 <= chosen < 256
+        assert beside.accelerator is not None and beside.accelerator.plan.total <= 20_000_000
+        batch = beside.batch(TEXTS, max_new_tokens=4)
+        found = list(batch)
+        assert batch.tally.copied["experts"] > 0  # it does compute there
+    assert answers(found) == answers(list(engine.batch(TEXTS, max_new_tokens=4)))
+    twice = {**sizes, "sessions": 2 * chosen, "fewer": False}
+    with pytest.raises(DoesNotFit, match="for the device"):
+        open_engine("nano", lambda t, s: twice, device=FakeDevice(400 << 20), vram="20M")
+
+
+def test_what_an_earlier_run_did_counts(engine: Engine, tmp_path: Path) -> None:
+    """Seconds, the first token and sweeps of a document that is gone on with are those of both
+    runs, as far as they were saved."""
+    pytest.importorskip("zarr")
+    clock, given = Clock(10.0, 0.0, 0.0), [Document("a", TEXTS[0]), Document("b", TEXTS[1])]
+    clock.drive(engine)
+    how: dict[str, Any] = {"max_new_tokens": 12, "clock": clock, "order": "completed"}
+    whole = {r.id: r for r in Batch(engine, given, **how)}
+    assert (whole["a"].seconds, whole["a"].first_token, whole["a"].sweeps) == (120, 10, 12)
+    kept: dict[str, Going] = {}
+
+    def pause() -> None:
+        if first.tally.sweeps in (3, 5):  # saved twice, and what comes after the second is lost
+            kept.update({d.id: going for d, going in first.save(lambda d: tmp_path / d.id)})
+        elif first.tally.sweeps == 8:
+            raise KeyboardInterrupt
+
+    first = Batch(engine, given, pause=pause, **how)
+    with pytest.raises(KeyboardInterrupt):
+        list(first)
+    first.close()
+    assert [(going.sweeps, going.seconds) for going in kept.values()] == [(5, 50)] * 2
+    clock.now += 3600
+    found = {r.id: r for r in Batch(engine, given, going=lambda d: kept[d.id], **how)}
+    assert found == whole

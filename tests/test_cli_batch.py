@@ -233,6 +233,12 @@ def test_an_answer_under_way_is_gone_on_with(
     how[how.index("-o") + 1] = str(again)
     assert call(["batch", *how, "--seed", str(seed)], capsys)[0] == 0
     assert records(again) == found
+    sweeps = [
+        max(json.loads(line)["timing"]["sweeps"] for line in file.read_text().splitlines())
+        for file in (out, again)
+    ]
+    # Those of both runs; a kill between a save and its note leaves out what lay between two saves.
+    assert facts["sweep"] < sweeps[0] <= sweeps[1]
 
 
 def test_what_it_writes_is_no_part_of_the_input(

@@ -9,19 +9,19 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from k3offload.constrain import Grammar, constraint
+from k3offload.constrain import ConstraintState, Grammar, constraint
 from k3offload.engine import Engine
 from k3offload.errors import NumericError, UsageError
 from k3offload.generate import Done, Event, Request, Token, generate
 from k3offload.loading import load
 from k3offload.sampling import Sampler, Sampling
 from k3offload.tokenizer import Tokenizer
-from tests.helpers_engine import same_bits
+from tests.helpers_engine import gone_on, same_bits
 from tests.helpers_golden import TRAINED
 from tests.helpers_tokenizer import NANO, SINGLE, Spec, make_folder
 
@@ -170,6 +170,22 @@ def test_a_grammar_too_complex_ends_its_request_alone(engine: Engine) -> None:
     assert "3001 items" in ends[0].error.problem
 
 
+@pytest.mark.parametrize("settings", [{}, HOT | {"seed": 4}])
+def test_an_answer_gone_on_with_keeps_its_grammar(engine: Engine, settings: dict[str, Any]) -> None:
+    """Wherever it was left: what is there already counts for what may follow."""
+    sampling = Sampling(grammar=SCHEMA, **settings)
+    whole = [e.token for e in answer(engine, sampling) if isinstance(e, Token)]
+    with engine.session() as session:
+        session.append(PROMPT)
+        json.loads(engine.tokenizer.decode(whole))
+        for left in range(1, len(whole), 3):
+            said, events = gone_on(engine, PROMPT, sampling, 200, left)
+            assert whole[:left] + [e.token for e in events if isinstance(e, Token)] == whole
+            rest = "".join(e.text for e in events if isinstance(e, Token | Done))
+            assert said + rest == engine.tokenizer.decode(whole)
+            assert isinstance(events[-1], Done) and events[-1].finish_reason == "stop"
+
+
 # ---- masks ----
 
 
@@ -239,6 +255,22 @@ def test_states_are_apart(tokenizer: Tokenizer) -> None:
     assert (one.allowed() != before).any()
     with pytest.raises(UsageError, match="cannot go on by its grammar"):
         other.accept(tokenizer.encode("x")[0])
+
+
+def test_a_token_that_is_refused_without_a_word() -> None:
+    """The library may say no and name no error."""
+
+    class Silent:
+        def consume_token(self, token: int) -> bool:
+            return token == 5
+
+        def is_error(self) -> bool:
+            return False
+
+    state = ConstraintState(cast("Any", Silent()), 10)
+    state.accept(5)
+    with pytest.raises(UsageError, match="no token 6"):
+        state.accept(6)
 
 
 def test_blanks_come_to_an_end(tokenizer: Tokenizer) -> None:

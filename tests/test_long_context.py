@@ -36,6 +36,8 @@ def test_a_prompt_from_a_file(
     with place.open() as file:
         monkeypatch.setattr(sys, "stdin", file)
         assert run(["--prompt-file", "-", "-n", 3], capsys)["tokens"] == wanted["tokens"]
+    place.write_bytes(b"\xef\xbb\xbf" + place.read_bytes())  # a byte order mark is no text
+    assert run(["--prompt-file", place, "-n", 3], capsys)["tokens"] == wanted["tokens"]
     assert wanted["seconds_to_first_token"] >= wanted["prefill_seconds"] > 0
     rate = wanted["computed_tokens"] / wanted["prefill_seconds"]
     assert wanted["prefill_tokens_per_second"] == pytest.approx(rate)
@@ -49,7 +51,7 @@ REFUSED = [
     (["a", "--prompt-file", "p.txt"], 2, "two prompts"),
     ([], 2, "prompt is empty"),
     (["--prompt-file", "none.txt"], 1, "none.txt: No such file"),
-    (["--prompt-file", "bad.txt"], 2, "not UTF-8: byte 1 is 0xff"),
+    (["--prompt-file", "bad.txt"], 2, "bad.txt is not UTF-8: byte 1 is 0xff"),
     (["a", "--session", "no/where"], 2, "no is not a folder"),
     (["a", "--session", "p.txt"], 2, "p.txt is no folder"),
     (["a", "--session", "."], 2, "something else than a saved session"),

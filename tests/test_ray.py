@@ -25,15 +25,14 @@ from tests.test_cli_batch import lines, records, texts
 
 pytest.importorskip("ray.data", reason="needs Ray Data: pip install 'k3offload[ray]'")
 
-#: A cluster of two nodes with a CPU each, and a head that offers none; ends with its stdin.
+#: A cluster of two nodes with a CPU each; ends with its stdin.
 CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
 how = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **how})
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **how})
 try:
-    for _ in range(2):
-        cluster.add_node(num_cpus=1, **how)
+    cluster.add_node(num_cpus=1, **how)
     print("address", cluster.address, flush=True)
     sys.stdin.read()
 finally:
@@ -120,6 +119,7 @@ def test_two_workers_finish_a_set_when_one_is_killed(
         os.kill(workers[1], signal.SIGKILL)
         code, said, err = run.end()
     assert (code, said) == (3, ""), err
+    assert "2 workers, 8 documents a block" in err  # one on each node
     assert len({*WORKER.findall(err)}) == 3, err  # another one took it
     assert "\x1b" not in err and "died" in err
     assert call(["batch", "nano", folder, "-o", alone, *HOW, "--threads", 1], capsys)[0] == 3
@@ -133,20 +133,19 @@ def test_two_workers_finish_a_set_when_one_is_killed(
     assert len(manifest["workers"]) == 3
 
 
-def test_each_node_has_one_engine_and_says_what_is_wrong_there(
-    tmp_path: Path, address: str
-) -> None:
+def test_a_worker_says_what_is_wrong_there(tmp_path: Path, address: str) -> None:
     snapshot = tmp_path / "hub" / "models--a--nano" / "snapshots" / "x"
     shutil.copytree(find.find_model("nano"), snapshot)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("x")
     folder, out = texts(tmp_path / "in", 3), tmp_path / "out.jsonl"
     hub = {"HF_HUB_CACHE": str(tmp_path / "hub")}  # here, and on no node
-    with Run("a/nano", folder, "-o", out, *HOW, "--ray", address, **hub) as run:
+    one = ("--ray", address, "--ray-workers", 1)
+    with Run("a/nano", folder, "-o", out, *HOW, *one, **hub) as run:
         code, said, err = run.end()
     assert (code, said) == (2, "")
     assert re.search(r"error: process \d+ on .*: a/nano is neither a folder nor", err), err
-    assert "2 workers, 2 documents a block" in err
+    assert "1 workers, 3 documents a block" in err
 
 
 def test_interrupted_it_leaves_no_process_and_what_is_done(

@@ -7,6 +7,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,17 +16,20 @@ from typing import Any
 
 import pytest
 
+from k3offload.batch import Batch
 from k3offload.batch_lines import digest
+from k3offload.batch_meter import BatchMeter
 from k3offload.batch_records import Records
 from k3offload.cli_options import How, loading_options
 from k3offload.documents import Document, read_documents
 from k3offload.errors import BatchError, ReadError, UsageError
 from k3offload.progress import Progress
-from k3offload.run_batch import BatchMeter, Task
+from k3offload.run_batch import Task
 from k3offload.run_ray_worker import BLOCK, ROW, Answers, Asked, Reading, Row, Work
 from k3offload.sampling import Sampling
 from tests.helpers_engine import call
 from tests.test_cli_batch import records, texts
+from tests.test_cli_batch_labels import HEAD
 
 TASK = Task("{text} and", 8, Sampling(seed=3, temperature=0.7))
 
@@ -85,7 +89,9 @@ def _work() -> Work:
     return made
 
 
-def rows(work: Work, reading: Reading, between: Callable[[], object]) -> Iterator[Row]:
+def rows(
+    work: Work, reading: Reading, between: Callable[[], object] = lambda: None
+) -> Iterator[Row]:
     """What Ray Data does, with one worker and in this process; ``between`` before the reading."""
     between()
     answers = Answers(work)
@@ -145,6 +151,76 @@ def test_an_input_that_changes_meanwhile_is_an_error(
     with pytest.raises(BatchError, match=r"^1 documents of the input changed.*--resume"):
         run(work, folder, out, monkeypatch, between=change, resume=True)
     assert run(work, folder, out, monkeypatch, resume=True)["reused"] == 4
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["--label", " a", "--label", " of the", "--label-end", ","],
+        ["--label", " a", "--label", " of the", "--output-format", "openai"],
+        ["-n", 5, "--seed", 3, "--output-format", "openai"],
+        ["-n", 5, "--seed", 3, "--prompt", HEAD + "{text} and"],
+    ],
+)
+def test_the_command_writes_what_it_writes_alone(
+    tmp_path: Path, how: list[Any], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Labels, lines like OpenAI's, and a beginning that the prompts share."""
+    run_ray = pytest.importorskip("k3offload.run_ray", reason="needs Ray Data")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_ray, "cluster", lambda *_: nullcontext())
+    monkeypatch.setattr(run_ray, "share", lambda *_: run_ray.Share(2, 1, 0))
+    monkeypatch.setattr(run_ray, "_rows", lambda work, _, reading: rows(work, reading))
+    folder, out, alone = texts(tmp_path / "in", 5), tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
+    (folder / "t02.txt").write_bytes(b"caf\xe9")
+    asked = ["batch", "nano", "in", "--threads", 1, "--json", *how]
+    on_ray = ["--ray", "local", "--ray-block", 2]
+    told = []
+    for given in (["-o", out, *on_ray], ["-o", alone]):
+        code, said, err = call([*asked, *given], capsys)
+        assert code == 3, err
+        told.append(json.loads(said))
+    for name in ("records", "documents", "failed", "prompt_tokens", "new_tokens"):
+        assert told[0][name] == told[1][name], name
+    assert told[0]["sweep"] > 0 and told[0]["bytes_read"] == sum(told[0]["read"].values()) > 0
+    assert list(lines_of(out).items()) == list(lines_of(alone).items())
+    kept = alone.read_bytes()
+    code, said, _ = call([*asked, *on_ray, "-o", alone, "--resume"], capsys)
+    assert json.loads(said)["records"]["reused"] == 5 and alone.read_bytes() == kept
+
+
+def lines_of(out: Path) -> dict[str, dict[str, Any]]:
+    """``records`` without the time that stands in lines like OpenAI's."""
+    found = records(out)
+    for line in found.values():
+        if line.get("response"):
+            del line["response"]["body"]["created"]
+    return found
+
+
+@pytest.mark.parametrize("in_a_row", [True, False])
+def test_a_worker_that_can_read_nothing_ends_the_run(
+    tmp_path: Path, in_a_row: bool, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small its blocks are."""
+    given, out = texts(tmp_path / "in", 20), tmp_path / "out.jsonl"
+    run_on = Batch._finish
+    seen = list[int]()
+
+    def lost(batch: Batch, job: Any, done: Any) -> None:
+        seen.append(job.index)
+        if in_a_row or len(seen) % 5:
+            done = replace(done, error=ReadError("expert 1 is gone.", "Mend it."))
+        run_on(batch, job, done)
+
+    monkeypatch.setattr(Batch, "_finish", lost)
+    if not in_a_row:
+        assert run(work, given, out, monkeypatch, block=2)["retry"] == 16
+        return
+    with pytest.raises(ReadError, match=r"^process \d+ on .*: expert 1 is gone\. Mend it\."):
+        run(work, given, out, monkeypatch, block=2)
+    assert len(records(out)) == 17
 
 
 def test_a_worker_that_dies_gives_the_same_rows_again(work: Work) -> None:

@@ -19,7 +19,7 @@ ALIKE = [7] * 300
 
 
 def started(rows: list[list[int]], present: tuple[int, ...] = ()) -> tuple[ExpertStore, Tier]:
-    store, tier = make(20)  # room for five guesses
+    store, tier = make(12)  # room for three guesses, or six that are sure
     if present:
         store.prefetch(pages(*present, layer=1))
         tier.settle()
@@ -43,7 +43,7 @@ def test_what_is_in_ram_is_not_read_again() -> None:
 def test_the_most_wanted_find_room() -> None:
     rows = [[e, 7] for e in range(7) for _ in range(SURE + e)]
     _, tier = started(rows)
-    assert tier.waiting() == pages(3, 4, 5, 6, 7, layer=1)
+    assert tier.waiting() == pages(2, 3, 4, 5, 6, 7, layer=1)
 
 
 def test_rows_that_are_all_alike_make_nothing_certain() -> None:
@@ -68,4 +68,36 @@ def test_a_prompt_reads_on_without_reading_in_vain_or_moving_a_bit(tokens: list[
     assert plain.prefetches == 0
     assert (counts.useful >= 100) == (tokens is PROMPT)
     assert counts.wasted == 0
+    assert counts.bytes == plain.bytes, "each expert once, as without guesses"
+
+
+def decoded(predict: str, sessions: int) -> tuple[list[Logits], Counts]:
+    """The logits of so many sessions that decode together, and the expert counts of that sweep."""
+    with load(TRAINED) as whole:
+        slots, each = int(0.3 * whole.plan.experts), whole.plan.slot_bytes
+    with load(
+        TRAINED, predict=predict, cache=slots * each, sessions=sessions, context=64
+    ) as engine:
+        every = [engine.session() for _ in range(sessions)]
+        for at, session in enumerate(every):
+            session.append(PROMPT[at : at + 8])
+        engine.advance(every)
+        for at, session in enumerate(every):
+            session.append_sampled(PROMPT[at + 8])
+        before = engine.counts()["experts"]
+        engine.advance(every)
+        after = engine.counts()["experts"]
+        for field in ("prefetches", "useful", "wasted"):
+            setattr(after, field, getattr(after, field) - getattr(before, field))
+        return [session.logits() for session in every], after
+
+
+def test_a_crowd_that_decodes_reads_on_like_a_prompt_and_moves_no_bit() -> None:
+    crowd = SURE * 48 // 4  # nano has 48 experts, of which a row chooses 4
+    wanted, plain = decoded("none", crowd)
+    found, counts = decoded("combined", crowd)
+    assert all(same_bits(a, b) for a, b in zip(found, wanted, strict=True))
+    assert plain.prefetches == 0
+    assert counts.prefetches > 2 * (counts.requests - plain.requests) and counts.useful > 50
+    assert counts.useful >= 100 and counts.wasted == 0
     assert counts.bytes == plain.bytes, "each expert once, as without guesses"

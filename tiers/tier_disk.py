@@ -147,6 +147,12 @@ class DiskTier:
         tasks.sort(key=lambda task: task[0])
         return self._queue.submit([piece for _, several in tasks for piece in several], priority)
 
+    def probe(self, page: PageId) -> None:
+        """Read the beginning of the file of ``page``, at once and ahead of what waits.  Raises
+        ``ReadError`` where that fails too: then it is not this page alone that cannot be read."""
+        window = Slab(READ_ALIGN).bytes
+        self._read_window(Location(self._locate(page)[0].file, 0, 1), window)
+
     def add(self, path: str) -> int:
         """The number of one more file that may be read from now on."""
         with self._lock:

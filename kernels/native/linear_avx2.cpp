@@ -24,6 +24,7 @@ struct Avx2 {
 
     static Vec zero() { return _mm256_setzero_ps(); }
     static Vec load(const float* p) { return _mm256_loadu_ps(p); }
+    static void pin(Vec& a) { asm("" : "+x"(a)); }
     static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
     static float sum(Vec a) {
@@ -31,12 +32,11 @@ struct Avx2 {
         __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
     }
-    static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
-    // Accumulators: 8 unscaled, 4 + 4 scaled (8 + 8 for eight rows), of 16 registers.
+    // Accumulators: 8 of 16 registers; a single row that is scaled has as many totals.
     template <class D>
     static constexpr int side_by_side(int rb) {
-        return rb == 1 ? (D::SCALED ? 2 : 4) : rb == 2 ? 2 : 1;
+        return rb == 1 ? (D::SCALED ? 2 : 4) : rb <= 4 ? 2 : 1;
     }
 
     // `bytes` of 32, zeros behind them.

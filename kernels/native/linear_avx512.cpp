@@ -24,15 +24,15 @@ struct Avx512 {
 
     static Vec zero() { return _mm512_setzero_ps(); }
     static Vec load(const float* p) { return _mm512_loadu_ps(p); }
+    static void pin(Vec& a) { asm("" : "+v"(a)); }
     static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
     static float sum(Vec a) { return _mm512_reduce_add_ps(a); }
-    static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
-    // Accumulators: 16 unscaled, 8 + 8 scaled, of 32 registers.
+    // Accumulators: 16 of 32 registers.
     template <class D>
     static constexpr int side_by_side(int rb) {
-        return D::SCALED ? (rb == 1 ? 4 : rb == 8 ? 1 : 2) : (rb == 8 ? 2 : 4);
+        return rb <= 4 ? 4 : 2;
     }
 
     struct F32 {

@@ -23,6 +23,7 @@ struct Portable {
         std::memcpy(&v, p, 16);
         return v;
     }
+    static void pin(Vec&) {}
     static Vec mul(Vec a, Vec b) { return a * b; }
     static Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__aarch64__)
@@ -32,7 +33,6 @@ struct Portable {
 #endif
     }
     static float sum(Vec a) { return (a[0] + a[2]) + (a[1] + a[3]); }
-    static void prefetch(const void* p) { __builtin_prefetch(p); }
 
     // Accumulators for 16 registers; NEON has 32.
     template <class D>

@@ -38,24 +38,45 @@ void prepare_from(Dtype dtype, const void* x, int64_t begin, int64_t k, float* o
     }
 }
 
-// RB rows of x times W rows of the weight, `apart` rows from one another.
+constexpr int64_t X_BYTES = 24 << 10;  // of x at a time: half of a first cache
+constexpr int64_t W_ROWS = 8;          // weight rows that meet it there
+constexpr int BLOCKED = 4;             // from so many rows of x on; fewer cost less than the cuts
+
+// Into the first cache (3) or the second (2).  GCC takes a function with nothing but a prefetch for
+// one without effect and drops its calls, unless they are inlined at once.
+template <int CACHE = 3>
+__attribute__((always_inline)) inline void prefetch(const uint8_t* p) {
+    __builtin_prefetch(p, 0, CACHE);
+}
+
+// Columns [from, to) of RB rows of x times W rows of the weight, `apart` rows from one another.
+// `kept` [W][RB] has the totals between runs of columns; with the last column they become `out`.
 template <class S, class D, int RB, int W>
-void tile(const Weight& w, int64_t first, int64_t apart, const float* const* x, float* out,
-          int64_t stride) {
+void tile(const Weight& w, int64_t first, int64_t apart, const float* const* x, int64_t from,
+          int64_t to, typename S::Vec* kept, float* out, int64_t stride) {
     using Vec = typename S::Vec;
+    constexpr bool HELD = !D::SCALED || RB == 1;  // totals in registers: there are too few for both
+    const int64_t row = w.row_bytes();
     const uint8_t *p[W], *s[W];
     Vec total[RB][W];
     for (int i = 0; i < W; i++) {
-        p[i] = w.row(first + i * apart);
-        s[i] = D::SCALED ? w.row_scale(first + i * apart) : nullptr;
-        for (int r = 0; r < RB; r++) total[r][i] = S::zero();
+        p[i] = w.row(first + i * apart) + from / D::COLUMNS * D::BYTES;
+        s[i] = D::SCALED ? w.row_scale(first + i * apart) + from / D::COLUMNS * D::SCALE_BYTES
+                         : nullptr;
+        for (int r = 0; r < RB; r++) {
+            if (HELD)
+                total[r][i] = from ? kept[i * RB + r] : S::zero();
+            else if (!from)
+                kept[i * RB + r] = S::zero();
+        }
     }
     const auto chunk = [&](int64_t c, int64_t columns) __attribute__((always_inline)) {
         D d[W];
         Vec part[RB][W];
 #pragma GCC unroll 4
         for (int i = 0; i < W; i++) {
-            S::prefetch(p[i] + S::AHEAD);
+            if (RB < BLOCKED) prefetch(p[i] + S::AHEAD);
+            if (RB > 1) prefetch<2>(p[i] + W_ROWS * row);  // the rows that come next
             d[i].load(p[i], columns, s[i]);
         }
 #pragma GCC unroll 16
@@ -66,6 +87,7 @@ void tile(const Weight& w, int64_t first, int64_t apart, const float* const* x, 
 #pragma GCC unroll 8
             for (int r = 0; r < RB; r++) {
                 Vec a = S::load(x[r] + c + j * S::LANES);
+                if (W > 1) S::pin(a);  // loaded once, and not by every fma
 #pragma GCC unroll 4
                 for (int i = 0; i < W; i++)
                     if (!D::SCALED)
@@ -80,43 +102,70 @@ void tile(const Weight& w, int64_t first, int64_t apart, const float* const* x, 
                 Vec factor = d[i].scale();
 #pragma GCC unroll 8
                 for (int r = 0; r < RB; r++)
-                    total[r][i] = S::fma(part[r][i], factor, total[r][i]);
+                    if (HELD)
+                        total[r][i] = S::fma(part[r][i], factor, total[r][i]);
+                    else
+                        kept[i * RB + r] = S::fma(part[r][i], factor, kept[i * RB + r]);
                 s[i] += D::SCALE_BYTES;
             }
             p[i] += D::BYTES;
         }
     };
-    int64_t c = 0;
-    for (; c + D::COLUMNS <= w.k; c += D::COLUMNS) chunk(c, D::COLUMNS);
-    if (c < w.k) chunk(c, w.k - c);
+    int64_t c = from;
+    for (; c + D::COLUMNS <= to; c += D::COLUMNS) chunk(c, D::COLUMNS);
+    if (c < to) chunk(c, to - c);
     for (int r = 0; r < RB; r++)
-        for (int i = 0; i < W; i++) out[r * stride + i * apart] = S::sum(total[r][i]);
+        for (int i = 0; i < W; i++)
+            if (to == w.k)
+                out[r * stride + i * apart] = S::sum(HELD ? total[r][i] : kept[i * RB + r]);
+            else if (HELD)
+                kept[i * RB + r] = total[r][i];
 }
 
+// W streams of weight rows, each contiguous in memory.
 template <class S, class D, int RB>
 void rows_block(const Weight& w, int64_t begin, int64_t end, const float* const* x, float* out,
                 int64_t stride) {
     constexpr int W = S::template side_by_side<D>(RB);
-    const int64_t apart = (end - begin) / W;  // W streams, each contiguous in memory
-    for (int64_t i = 0; i < apart; i++)
-        tile<S, D, RB, W>(w, begin + i, apart, x, out + i, stride);
-    for (int64_t i = begin + W * apart; i < end; i++)
-        tile<S, D, RB, 1>(w, i, 0, x, out + (i - begin), stride);
+    typename S::Vec kept[RB == 1 ? 1 : W_ROWS * RB];
+    const int64_t columns = RB < BLOCKED ? w.k : X_BYTES / (4 * RB) / D::COLUMNS * D::COLUMNS;
+    const int64_t apart = (end - begin) / W;
+    for (int64_t from = 0; from < w.k; from += columns) {
+        const int64_t to = from + columns < w.k ? from + columns : w.k;
+        for (int64_t i = 0; i < apart; i++)
+            tile<S, D, RB, W>(w, begin + i, apart, x, from, to, kept + i * W * RB, out + i, stride);
+        for (int64_t i = begin + W * apart; i < end; i++)
+            tile<S, D, RB, 1>(w, i, 0, x, from, to, kept + (i - begin) * RB, out + (i - begin),
+                              stride);
+    }
+}
+
+template <class S, class D>
+void few_rows(const Weight& w, int64_t begin, int64_t end, const float* const* x, int64_t rows,
+              float* out, int64_t stride) {
+    switch (rows) {
+        case 1: return rows_block<S, D, 1>(w, begin, end, x, out, stride);
+        case 2: return rows_block<S, D, 2>(w, begin, end, x, out, stride);
+        case 3: return rows_block<S, D, 3>(w, begin, end, x, out, stride);
+        case 4: return rows_block<S, D, 4>(w, begin, end, x, out, stride);
+        case 5: return rows_block<S, D, 5>(w, begin, end, x, out, stride);
+        case 6: return rows_block<S, D, 6>(w, begin, end, x, out, stride);
+        case 7: return rows_block<S, D, 7>(w, begin, end, x, out, stride);
+        default: return rows_block<S, D, 8>(w, begin, end, x, out, stride);
+    }
 }
 
 template <class S, class D>
 void dot_kind(const Weight& w, int64_t begin, int64_t end, const float* const* x, int64_t rows,
               float* out, int64_t stride) {
     // Eight weight rows at a time stay in the first cache while they meet every row of x.
-    const int64_t step = rows > 8 ? 8 : end - begin;
+    const int64_t step = rows > 1 ? W_ROWS : end - begin, groups = (rows + 7) / 8;
     for (int64_t b = begin; b < end; b += step) {
         const int64_t e = b + step < end ? b + step : end;
-        float* to = out + (b - begin);
-        int64_t r = 0;
-        for (; r + 8 <= rows; r += 8) rows_block<S, D, 8>(w, b, e, x + r, to + r * stride, stride);
-        if (rows & 4) rows_block<S, D, 4>(w, b, e, x + r, to + r * stride, stride), r += 4;
-        if (rows & 2) rows_block<S, D, 2>(w, b, e, x + r, to + r * stride, stride), r += 2;
-        if (rows & 1) rows_block<S, D, 1>(w, b, e, x + r, to + r * stride, stride);
+        for (int64_t g = 0; g < groups; g++) {  // of nearly the same size
+            const int64_t r = rows * g / groups, some = rows * (g + 1) / groups - r;
+            few_rows<S, D>(w, b, e, x + r, some, out + (b - begin) + r * stride, stride);
+        }
     }
 }
 
