@@ -6,6 +6,7 @@ Knows figures, a clock and the two streams; where the figures come from is the b
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -35,14 +36,15 @@ class BatchMeter:
         self._tally, self._where = Tally(), ""
         self._skipped = 0
         self._saved: int | None = None
-        self._begin = clock()
+        self._begin, self._out = clock(), sys.stdout
         self._said = float("-inf")
-        self._left: Left = lambda waiting: None
+        self._left: Left | None = None
         self._looked: tuple[float, float] | None = None  # when, and the seconds left by then
         self._last = deque[tuple[float, int]](maxlen=LAST)  # seconds and bytes of sweeps
 
-    def begins(self, tally: Tally, left: Left) -> None:
-        """The model is loaded; ``tally`` goes on changing, and ``left`` is asked between sweeps."""
+    def begins(self, tally: Tally, left: Left | None) -> None:
+        """The model is loaded; ``tally`` goes on changing, and ``left`` is asked between sweeps,
+        if there is somebody to ask."""
         self._tally, self._left, self._begin = tally, left, self._clock()
 
     def skipped(self) -> None:
@@ -62,7 +64,7 @@ class BatchMeter:
         """A sweep has ended."""
         self._tally, self._where = tally, ""
         self._last.append((tally.seconds, tally.bytes))
-        if self._total is not None:
+        if self._total is not None and self._left is not None:
             now = self._clock()
             if self._looked is None or now - self._looked[0] >= EVERY:
                 waiting = self._total - self._skipped - tally.documents - tally.running
@@ -116,7 +118,7 @@ class BatchMeter:
         now = self._clock()
         if now - self._said >= EVERY:
             self._said = now
-            write_out(json.dumps({**self.facts(), "layer": layer, "layers": layers}))
+            write_out(json.dumps({**self.facts(), "layer": layer, "layers": layers}), to=self._out)
 
     def line(self) -> str:
         """The figures so far in words."""

@@ -229,6 +229,13 @@ class Records:
             self._states.drop(key)
         return good
 
+    def awaits(self, id: str, digest: str) -> bool:
+        """Whether ``add`` may be given a record of this document: asked for, and without one."""
+        row = self._index.find(key_of(id))
+        if row < 0 or row in self._waiting or self._index.flags[row] != ASKED:
+            return False
+        return self._index.digest(row) == key_of(digest)
+
     def add(self, record: Mapping[str, Any]) -> None:
         """The record of a document that was not done: ``id``, ``digest`` and whatever else.
 
@@ -237,10 +244,8 @@ class Records:
         drive, and the document done, after ``flush``.
         """
         assert not self._finished
+        assert self.awaits(record["id"], record["digest"]), record["id"]
         row = self._index.find(key_of(record["id"]))
-        assert row >= 0 and self._index.flags[row] == ASKED, record["id"]  # asked for, not done
-        assert self._index.digest(row) == key_of(record["digest"]), record["id"]
-        assert row not in self._waiting, record["id"]
         line, wrong = record_line(record)
         if wrong:
             self._warn(f"document {record['id'][:200]!a}: {wrong}")

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from . import __version__
 from .batch_file import refuse
 from .batch_openai import NAME as OPENAI
-from .batch_records import MANIFEST, SAVE_EVERY
+from .batch_records import MANIFEST
+from .cli_batch_run import RECORDS, Columns, Machines, Output, Run
 from .cli_open import open_model, read_text, seeded
-from .cli_options import AsJson, Choice, How, Model, at_least_one, takes_how
+from .cli_options import Choice, How, Model, at_least_one, loading_options, takes_how
 from .config import KDA_CHUNK
 from .constrain import Grammar, constraint
-from .documents import SUFFIXES, Document, count_documents, read_documents
+from .documents import count_documents, read_documents
 from .errors import UsageError
 from .find import find_model
 from .progress import Progress, loading_libraries, write_out
 from .session_manifest import refuse_in_model
 
 if TYPE_CHECKING:
-    from .batch_meter import BatchMeter
-    from .engine import Engine
     from .run_batch import Task
     from .spec import ModelSpec
     from .tokenizer import Tokenizer
 
-RECORDS = "records"  #: the output format that is usual
 SOME_FAILED = 3  #: exit code: all documents have a record, and some of these are errors
 
 
@@ -72,33 +68,9 @@ class Among(NamedTuple):
     label_end: Annotated[str, typer.Option(help="What ends each label, scored with it.")] = ""
 
 
-class Columns(NamedTuple):
-    """Where documents stand in the input."""
-
-    id_field: Annotated[str | None, typer.Option(help="Column that names a document.")] = None
-    text_field: Annotated[str | None, typer.Option(help="Column of its text.")] = None
-    kind: Annotated[
-        str | None, typer.Option(help=f"text, {', '.join(sorted(set(SUFFIXES.values())))}.")
-    ] = None
-
-
-class Output(NamedTuple):
-    """What is done with OUT, and what is said meanwhile."""
-
-    completed: Annotated[bool, typer.Option(help="Leave lines in the order of their end.")] = False
-    resume: Annotated[bool, typer.Option(help="Go on with OUT; what is done stays.")] = False
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT.")] = False
-    save_every: Annotated[
-        float, typer.Option(help="Seconds between saves of answers under way; 0 is never.")
-    ] = SAVE_EVERY
-    output_format: Annotated[
-        str, typer.Option(help="records; openai: lines of OpenAI's Batch API for completions.")
-    ] = RECORDS
-    json_progress: Annotated[bool, typer.Option(help="Progress as JSON on stdout.")] = False
-    as_json: AsJson = False
-
-
-@takes_how("sweep", ask=Ask, among=Among, choice=Choice, columns=Columns, output=Output)
+@takes_how(
+    "sweep", ask=Ask, among=Among, choice=Choice, columns=Columns, output=Output, machines=Machines
+)
 def batch(
     how: How,
     ask: Ask,
@@ -106,6 +78,7 @@ def batch(
     choice: Choice,
     columns: Columns,
     output: Output,
+    machines: Machines,
     model: Model,
     inputs: Annotated[str, typer.Argument(help="Folder, pattern, text, JSONL, CSV or Parquet.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="A line of JSON for each document.")],
@@ -113,11 +86,14 @@ def batch(
     """Answer every document of INPUTS; exit 3 if some of them failed."""
     at_least_one(("-n", ask.max_new_tokens), ("--context", ask.context))
     at_least_one(("--sessions", ask.sessions))
+    machines.check(output, how)
     path = _path(out, model, output)
     with Progress() as progress:
         documents = read_documents(inputs, **columns._asdict(), but=path)
         with loading_libraries(progress):
             from .batch_meter import BatchMeter
+
+            machines.load()
         task = _task(ask, among, choice, output, model, progress, path)
         total = count_documents(inputs, kind=columns.kind, but=path)
         meter = BatchMeter(progress, total, output.json_progress)
@@ -125,9 +101,12 @@ def batch(
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             return _sizes(task, ask, total, tokenizer, spec)
 
-        with open_model(model, size, how, progress, meter.layer) as engine:
-            about = _about(engine, model, inputs, task)
-            counts = _run(engine, documents, task, path, about, output, progress, meter)
+        run = Run(model, inputs, documents, columns, task, path, output, progress, meter)
+        if machines.ray is None:
+            with open_model(model, size, how, progress, meter.layer) as engine:
+                counts = run.here(engine)
+        else:
+            counts = run.on_ray(machines, loading_options(how), size)
         progress.clear()
         if output.as_json or output.json_progress:
             write_out(json.dumps({**meter.facts(), "records": counts}))
@@ -209,29 +188,6 @@ def _sizes(
     }
 
 
-def _run(
-    engine: Engine,
-    documents: Iterator[Document],
-    task: Task,
-    path: Path,
-    about: dict[str, Any],
-    output: Output,
-    progress: Progress,
-    meter: BatchMeter,
-) -> dict[str, int]:
-    from .batch_records import Records
-    from .run_batch import run_batch
-
-    with Records.open(
-        path, about, resume=output.resume, overwrite=output.overwrite,
-        order="completed" if output.completed else "input",
-        warn=lambda text: progress.say(f"warning: {text}"),
-    ) as records:  # fmt: skip
-        return run_batch(
-            engine, documents, task, records, progress, meter, about["model"], output.save_every
-        )
-
-
 def _path(out: Path, model: str, output: Output) -> Path:
     """Where the records go, links resolved; refused before anything is loaded."""
     if not output.save_every >= 0:
@@ -264,20 +220,3 @@ def _seed_of(out: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return seed if isinstance(seed, int) else None
-
-
-def _about(engine: Engine, model: str, inputs: str, task: Task) -> dict[str, Any]:
-    """What the manifest says of the run."""
-    from .machine import read_machine
-    from .session_identity import identity
-
-    return {
-        "version": __version__,
-        "model": identity(engine),
-        "folder": model,
-        "prompt": task.prompt,
-        "options": task.options(),
-        "input": inputs,
-        "machine": {"memory": read_machine().physical, "threads": engine.options.threads},
-        "plan": dict(engine.plan.purposes),
-    }

@@ -1,8 +1,8 @@
 """How evenly a model uses its experts, for texts of several kinds, and what skew costs.
 
 Every text is prefilled once, and the beginning of it is gone on with by sampling, once for each
-seed.  What the routers chose is recorded by the engine's hooks (``trace_record.py``); the figures are
-those of ``routing_figures.py``.  Only routing is looked at: what the model says is thrown away.
+seed.  What the routers chose is recorded (``trace_record.py``); the figures are those of
+``routing_figures.py``.  Only routing is looked at: what the model says is thrown away.
 """
 
 from __future__ import annotations

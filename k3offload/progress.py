@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.status import Status
@@ -68,10 +68,11 @@ def let_go() -> None:
                 os.dup2(nothing.fileno(), stream.fileno())
 
 
-def write_out(text: str, end: str = "\n") -> None:
-    """Data, to stdout, at once.  An ``OSError`` names stdout."""
+def write_out(text: str, end: str = "\n", to: TextIO | None = None) -> None:
+    """Data, to stdout, at once.  An ``OSError`` names stdout.  ``to``: what stdout was, where
+    somebody else's prints are led away from it."""
     with named("stdout"):
-        print(text, end=end, flush=True)
+        print(text, end=end, flush=True, file=to)
 
 
 def may_redraw() -> bool:

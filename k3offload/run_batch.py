@@ -9,7 +9,7 @@ line, or one of another hash.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,15 +90,10 @@ def run_batch(
     hashes: dict[str, str] = {}
 
     def new() -> Iterator[Document]:
-        for document in documents:
-            known = _hash(decides, document)
-            if records.done(document.id, known):
-                meter.skipped()
-                continue
-            if document.note:
-                progress.say(f"{document.source}: {document.note}")
-            hashes[document.id] = known
-            yield document
+        for document, known, done in ask(documents, decides, records, progress, meter):
+            if not done:
+                hashes[document.id] = known
+                yield document
 
     def going(document: Document) -> Going | None:
         state = records.state(document.id)
@@ -124,6 +119,24 @@ def run_batch(
     finally:
         batch.close()
     return records.finish()
+
+
+def ask(
+    documents: Iterable[Document],
+    decides: str,
+    records: Records,
+    progress: Progress,
+    meter: BatchMeter,
+) -> Iterator[tuple[Document, str, bool]]:
+    """Each document with its digest, and whether it has its record; the order is the input's."""
+    for document in documents:
+        known = digest_of(decides, document)
+        done = records.done(document.id, known)
+        if done:
+            meter.skipped()
+        elif document.note:
+            progress.say(f"{document.source}: {document.note}")
+        yield document, known, done
 
 
 class _Saves:
@@ -160,7 +173,8 @@ def _going(state: State) -> Going:
     return Going(state.folder, **{name: state.extra[name] for name in known if name in state.extra})
 
 
-def _hash(decides: str, document: Document) -> str:
+def digest_of(decides: str, document: Document) -> str:
+    """What the line of ``document`` is known by; ``decides``: of what they have in common."""
     wrong = "" if document.error is None else str(document.error)
     return digest(decides, document.text, dict(document.settings), wrong)
 

@@ -33,16 +33,24 @@ def identity(engine: Engine) -> dict[str, Any]:
 
     Reads some MB of the model's files.  Raises ``OSError`` if one of them is gone.
     """
-    checkpoint, spec = engine.checkpoint, engine.spec
+    options = engine.options
+    return identity_of(engine.checkpoint, options.dtype, options.latent_dtype, engine.trunk)
+
+
+def identity_of(
+    checkpoint: Checkpoint, dtype: str, latent_dtype: str | None, trunk: str
+) -> dict[str, Any]:
+    """The same of an engine that is not loaded here."""
+    spec = checkpoint.spec
     config = {k: v for k, v in asdict(spec).items() if k not in _OF_THE_FOLDER}
     return {
         "layers": "".join("k" if la.attention == "kda" else "m" for la in spec.layers),
         "config": _hash(json.dumps(config, sort_keys=True).encode()),
         "tensors": _tensors(checkpoint),
         "tokenizer": _files(checkpoint),
-        "dtype": engine.options.dtype,
-        "latents": engine.options.latent_dtype or engine.options.dtype,
-        "trunk": engine.trunk,
+        "dtype": dtype,
+        "latents": latent_dtype or dtype,
+        "trunk": trunk,
         "constants": _hash(json.dumps(CONSTANTS, sort_keys=True).encode()),
     }
 
