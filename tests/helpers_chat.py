@@ -1,8 +1,12 @@
-"""A model folder that can chat: the embedded vocabulary, and wording of our own."""
+"""A model folder that can chat, with wording of our own, and random conversations."""
 
 from __future__ import annotations
 
+import json
+from itertools import chain
 from pathlib import Path
+
+from hypothesis import strategies as st
 
 from k3offload.chat import Encoder
 from k3offload.tokenizer import Tokenizer
@@ -91,3 +95,63 @@ def folder_with(folder: Path, wording: str = WORDING) -> Path:
 
 def encoder(folder: Path | None = None) -> Encoder:
     return Encoder.of(TOKENIZER, folder)
+
+
+# ---- random trees of messages ----
+
+SPELLED = sorted(TOKENIZER.specials)
+TEXT = st.lists(
+    st.one_of(
+        st.sampled_from(SPELLED),
+        st.sampled_from(["<|", "|>", "open", '="', "&quot;", "message", "\n", " ", '"', "🜁", "道"]),
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    ),
+    max_size=6,
+).map("".join)
+NAME = TEXT.filter(bool)
+VALUE = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        TEXT,
+        st.floats(-1e300, 1e300),
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+CALL = st.builds(
+    lambda name, arguments: {"function": {"name": name, "arguments": arguments}},
+    NAME,
+    st.dictionaries(TEXT, VALUE, max_size=3) | NAME.filter(lambda t: _is_no_json(t)),
+)
+ASSISTANT = st.builds(
+    lambda reasoning, content, calls, results: [
+        {
+            "role": "assistant",
+            "reasoning_content": reasoning,
+            "content": content,
+            "tool_calls": calls,
+        },
+        *({"role": "tool", "content": text} for _, text in zip(calls, results, strict=False)),
+    ],
+    TEXT,
+    st.none() | TEXT,
+    st.lists(CALL, max_size=2),
+    st.lists(TEXT, max_size=2),
+)
+PLAIN = st.builds(
+    lambda role, content, name: [{"role": role, "content": content, "name": name}],
+    st.sampled_from(["user", "system"]),
+    TEXT | st.lists(TEXT.map(lambda t: {"type": "text", "text": t}), max_size=3),
+    TEXT,
+)
+TREE = st.lists(PLAIN | ASSISTANT, min_size=1, max_size=4).map(lambda runs: [*chain(*runs)])
+
+
+def _is_no_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return bool(text.strip())
+    return False

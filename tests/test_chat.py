@@ -15,7 +15,7 @@ from k3offload.chat import Encoder
 from k3offload.chat_format import may_be_tag, read_tag
 from k3offload.errors import TokenizerError, UsageError
 from k3offload.tokenizer import Tokenizer
-from tests.helpers_chat import BASE, TOKENIZER, WORDING, encoder, folder_with
+from tests.helpers_chat import BASE, TEXT, TOKENIZER, TREE, WORDING, encoder, folder_with
 from tests.helpers_tokenizer import SINGLE, Spec, make_folder
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "chat.json").read_text("utf-8"))
@@ -214,6 +214,18 @@ def test_results_without_ids_follow_the_calls(full: Encoder) -> None:
     assert 'tool="f9" index="1"' in TOKENIZER.decode(full.encode([USER, said, *lost]))
 
 
+def test_nothing_merges_over_the_edge_of_a_piece(tmp_path: Path) -> None:
+    """In a vocabulary where it would: the embedded one has no tokens of quotes and dots."""
+    merges = [b'="', b'=".', b'."', b"hi", b'"m']
+    greedy = Tokenizer.load(make_folder(tmp_path, [*SINGLE, *merges]), Spec(261 + 256))
+    assert greedy.encode('=".') == [257] and greedy.encode('."') == [258]
+    ids = Encoder.of(greedy).encode([{**USER, "name": ".x."}], generation_prompt=False)
+    o, c, s, e = (greedy.specials[f"<|{name}|>"] for name in ("open", "close", "sep", "end_of_msg"))
+    user = [*b" role", 256, *b'user"']
+    name = [*b" name", 256, *b'.x."']
+    assert ids == [o, *b"message", *user, *name, s, 259, c, *b"message", s, e]
+
+
 def test_a_vocabulary_without_the_markers_has_no_chat(tmp_path: Path) -> None:
     declared = {str(256 + i): {"content": f"<{i}>"} for i in range(256)}
     folder = make_folder(tmp_path, SINGLE, tokenizer_config={"added_tokens_decoder": declared})
@@ -233,63 +245,6 @@ def test_a_tokenizer_that_makes_markers_of_text_is_not_trusted() -> None:
 
 
 # ---- random trees of messages ----
-
-SPELLED = sorted(TOKENIZER.specials)
-TEXT = st.lists(
-    st.one_of(
-        st.sampled_from(SPELLED),
-        st.sampled_from(["<|", "|>", "open", '="', "&quot;", "message", "\n", " ", '"', "🜁", "道"]),
-        st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
-    ),
-    max_size=6,
-).map("".join)
-NAME = TEXT.filter(bool)
-VALUE = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(),
-        TEXT,
-        st.floats(-1e300, 1e300),
-    ),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=6,
-)
-CALL = st.builds(
-    lambda name, arguments: {"function": {"name": name, "arguments": arguments}},
-    NAME,
-    st.dictionaries(TEXT, VALUE, max_size=3) | NAME.filter(lambda t: _is_no_json(t)),
-)
-ASSISTANT = st.builds(
-    lambda reasoning, content, calls, results: [
-        {
-            "role": "assistant",
-            "reasoning_content": reasoning,
-            "content": content,
-            "tool_calls": calls,
-        },
-        *({"role": "tool", "content": text} for _, text in zip(calls, results, strict=False)),
-    ],
-    TEXT,
-    st.none() | TEXT,
-    st.lists(CALL, max_size=2),
-    st.lists(TEXT, max_size=2),
-)
-PLAIN = st.builds(
-    lambda role, content, name: [{"role": role, "content": content, "name": name}],
-    st.sampled_from(["user", "system"]),
-    TEXT | st.lists(TEXT.map(lambda t: {"type": "text", "text": t}), max_size=3),
-    TEXT,
-)
-TREE = st.lists(PLAIN | ASSISTANT, min_size=1, max_size=4).map(lambda runs: [*chain(*runs)])
-
-
-def _is_no_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return bool(text.strip())
-    return False
 
 
 @settings(max_examples=150)

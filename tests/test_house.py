@@ -30,7 +30,7 @@ GROUPS = {
     "constrain constrain_schema tokenizer tokenizer_json textstream sampling layout forecast_sizes "
     "documents documents_jsonl documents_row documents_table documents_text "
     "batch_file batch_index batch_lines batch_records batch_states "
-    "chat chat_bodies chat_format chat_messages",
+    "chat chat_bodies chat_format chat_messages chat_parse",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "arena device_latents latents device_trunk fetch ring state weights",
     "model": "adaptive model layer_kda layer_mla layer_moe stream",
