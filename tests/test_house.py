@@ -36,15 +36,16 @@ GROUPS = {
     "model": "adaptive model layer_kda layer_mla layer_moe stream",
     "session": "prefix_folder prefixes session session_identity session_load session_manifest "
     "session_save",
-    "engine": "accelerator batch choose_label device_warmup devices open_device engine engine_plan "
-    "loading budget budget_kernels generate options plan_text spilling turns warmup",
+    "engine": "accelerator batch choose_label conversation device_warmup devices open_device "
+    "engine engine_plan loading budget budget_kernels generate options plan_text spilling turns "
+    "warmup",
     "edge": "bench_read check inspect kernels_offline make_tiny plot_svg progress report trace",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "device_report doctor doctor_system forecast forecast_device measure plan_report "
     "rates",
-    "command": "damage evaluate_append evaluate_recall run_batch run_generate run_logits",
-    "cli": "cli cli_batch cli_bench cli_damage cli_evaluate cli_kernels cli_model cli_open "
-    "cli_options cli_pack cli_plan cli_run",
+    "command": "damage evaluate_append evaluate_recall run_batch run_chat run_generate run_logits",
+    "cli": "cli cli_batch cli_bench cli_chat cli_damage cli_evaluate cli_kernels cli_model "
+    "cli_open cli_options cli_pack cli_plan cli_run",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.
