@@ -17,6 +17,7 @@ from . import (
     __version__,
     cli_batch,
     cli_bench,
+    cli_chat,
     cli_damage,
     cli_evaluate,
     cli_kernels,
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 for commands in (
     cli_run,
+    cli_chat,
     cli_batch,
     cli_model,
     cli_pack,

@@ -29,15 +29,16 @@ GROUPS = {
     "data": "checkpoint headers json_stream shards findings find survey check_values "
     "constrain constrain_schema tokenizer tokenizer_json textstream sampling layout forecast_sizes "
     "documents documents_jsonl documents_row documents_table documents_text "
-    "batch_file batch_index batch_lines batch_openai batch_records batch_states",
+    "batch_file batch_index batch_lines batch_openai batch_records batch_states "
+    "chat chat_bodies chat_format chat_messages chat_parse",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "arena device_latents latents device_trunk fetch ring state weights",
     "model": "adaptive hooks model layer_kda layer_mla layer_moe stream",
     "session": "prefix_folder prefixes session session_identity session_load session_manifest "
     "session_save",
-    "engine": "accelerator batch batch_prompt batch_results choose_label device_warmup devices "
-    "open_device engine engine_plan loading budget budget_kernels generate options plan_text "
-    "spilling turns warmup",
+    "engine": "accelerator batch batch_prompt batch_results choose_label conversation "
+    "device_warmup devices open_device engine engine_plan loading budget budget_kernels generate "
+    "options plan_text spilling turns warmup",
     "edge": "bench_compare bench_read check inspect kernels_offline make_tiny plot_svg progress "
     "report routing_figures",
     "trace": "trace trace_import trace_like trace_made trace_record",
@@ -45,11 +46,11 @@ GROUPS = {
     "planning": "cost_table device_report doctor doctor_system forecast forecast_device measure "
     "plan_report rates",
     "command": "batch_meter bench_policies damage evaluate_append evaluate_cost evaluate_operators "
-    "evaluate_operators_cases evaluate_recall evaluate_routing run_batch run_generate run_logits "
-    "run_ray run_ray_worker",
-    "cli": "cli cli_batch cli_batch_run cli_bench cli_compare cli_cost cli_damage cli_evaluate "
-    "cli_kernels cli_model cli_open cli_operators cli_options cli_pack cli_plan cli_routing "
-    "cli_run cli_trace",
+    "evaluate_operators_cases evaluate_recall evaluate_routing run_batch run_chat run_generate "
+    "run_logits run_ray run_ray_worker",
+    "cli": "cli cli_batch cli_batch_run cli_bench cli_chat cli_compare cli_cost cli_damage "
+    "cli_evaluate cli_kernels cli_model cli_open cli_operators cli_options cli_pack cli_plan "
+    "cli_routing cli_run cli_trace",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.
