@@ -4,8 +4,8 @@ Documents are taken from their iterable as places become free, as many at a time
 loaded for (``sessions``).  Prompts of new ones ride in the sweeps in which the others decode; a
 beginning that the prompts have in common is computed once, where the engine keeps prefixes.  What
 is wrong with a document, or an expert that it needs and that cannot be read, ends in its result,
-and the others go on.  The answer to a document does
-not depend on the others, on their order, or on how many run at a time.
+and the others go on.  The answer to a document does not depend on the others, on their order, or on
+how many run at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from .scheduler.remaining import Remaining, UnderWay
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .scheduler.counts import Counts
     from .session import Session
 
 READY, HELD = 64, 4096  #: results that wait at most before more documents are looked at
@@ -118,6 +117,7 @@ class Batch(Iterator[Result]):
         self._jobs: dict[int, Job] = {}
         self._admission = Admission(places)
         self._rest, self._swept = Remaining(engine.plan.sweep_rows), 0.0
+        self._counted = engine.counts()  # by the end of the last sweep
         self._lost = 0  # documents in a row that could not be read
         self._fatal: K3Error | None = None  # what ends the batch, when all results are handed out
         self._ready: deque[Result] = deque()  # in the order in which they are handed out
@@ -287,7 +287,8 @@ class Batch(Iterator[Result]):
 
     def _step(self) -> None:
         """A sweep, and what came of it."""
-        before, begin, sweeping = self._engine.counts(), self._clock(), bool(self._loop.waiting)
+        before, begin = self._engine.counts()["experts"].requests, self._clock()
+        sweeping = bool(self._loop.waiting)
         for event in self._loop.step():
             job = self._jobs[event.request]
             if isinstance(event, Token):
@@ -297,12 +298,13 @@ class Batch(Iterator[Result]):
                 self._finish(job, event)
             else:
                 assert isinstance(event, Prefill)
-        if sweeping:
+        if sweeping and any(self._engine.last_rows):
             self._count(before, begin)
         self._watch(self.tally)
 
-    def _count(self, before: dict[str, Counts], begin: float) -> None:
-        """A sweep has ended that began at ``begin``, with these counts."""
+    def _count(self, asked: int, begin: float) -> None:
+        """A sweep has ended that began at ``begin``, when so many experts had been asked for.  What
+        was read counts from the sweep before: the prompt's head is computed in between."""
         tally, engine, now = self.tally, self._engine, self._clock()
         decoding, prompts = engine.last_rows
         self._admission.swept(now - begin, prompts)
@@ -312,12 +314,12 @@ class Batch(Iterator[Result]):
         tally.seconds, self._swept = now - (self._swept if tally.sweeps > 1 else begin), now
         self._rest.swept(tally.seconds, decoding, prompts)
         tally.bytes = 0
-        after = engine.counts()
-        for kind, counts in after.items():
+        before, self._counted = self._counted, engine.counts()
+        for kind, counts in self._counted.items():
             name, _, device = kind.partition(" on ")
             tally.moved(name, counts.bytes - before[kind].bytes, bool(device))
         layers = len(engine.spec.moe_layers) or 1
-        tally.experts = (after["experts"].requests - before["experts"].requests) / layers
+        tally.experts = (self._counted["experts"].requests - asked) / layers
 
     def _finish(self, job: Job, done: Done) -> None:
         said = job.going(Path(), self._clock(), self.tally.sweeps + 1)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .config import KDA_CHUNK
-from .errors import NumericError, UsageError
+from .errors import CheckpointError, NumericError, ReadError, UsageError
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -46,9 +46,12 @@ class Head:
         head, same = self._engine.encode(self.text), 0
         while same < min(len(head), len(tokens) - 1) and head[same] == tokens[same]:
             same += 1
-        if whole := same // KDA_CHUNK * KDA_CHUNK:
-            self._prefixes.ask(tokens[:whole])
-            with self._engine.session() as session, suppress(NumericError):  # each document's own
-                session.append(tokens[:whole])
+        whole = list(tokens[: same // KDA_CHUNK * KDA_CHUNK])
+        if whole and not self._prefixes.has(whole):
+            self._prefixes.ask(whole)
+            # whatever is wrong with it is wrong with each document, and told there
+            wrong = suppress(NumericError, ReadError, CheckpointError)
+            with self._engine.session() as session, wrong:
+                session.append(whole)
                 session.logits()
         self._done = True

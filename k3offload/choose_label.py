@@ -142,7 +142,8 @@ class _Scoring:
 
 
 def _score(ids: Sequence[int], logs: list[float], rows: torch.Tensor) -> None:
-    logs += (log_probability(row, ids[len(logs) + i]) for i, row in enumerate(rows.numpy()))
+    first = len(logs)
+    logs += [log_probability(row, ids[first + i]) for i, row in enumerate(rows.numpy())]
 
 
 class LabelLoop:
@@ -196,7 +197,10 @@ class LabelLoop:
         failed = self._engine.sweep(waiting) if waiting else {}
         goes_on = len(failed) < len(waiting)
         for a in list(self._active.values()):
-            error = next((failed[s] for s in (a.session, *a.copies) if s in failed), None)
+            errors = [failed[s] for s in (a.session, *a.copies) if s in failed]
+            # what fits later is tried again, but not beside one that is lost
+            errors.sort(key=lambda error: isinstance(error, DoesNotFit))
+            error = errors[0] if errors else None
             if isinstance(error, DoesNotFit) and goes_on:
                 error = None  # it is tried again: what has ended makes room
             goes_on = goes_on or error is not None

@@ -130,7 +130,10 @@ def _task(
     prompt = _template(ask, progress)
     around(prompt)
     openai = model if output.output_format == OPENAI else ""
-    if labels := _labels(among, progress):
+    labels = _labels(among, progress)
+    if among.labels is not None and not labels:
+        raise UsageError(f"{among.labels} holds no label.", "Write one in each line.")
+    if labels:
         given = {**choice._asdict(), "n": ask.max_new_tokens, "schema": ask.schema}
         usual = {**Choice._field_defaults, "n": None, "schema": None}
         for name, value in given.items():

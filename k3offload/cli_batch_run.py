@@ -99,7 +99,7 @@ class Machines(NamedTuple):
             )
         elif output.save_every not in (0, SAVE_EVERY):
             raise UsageError("--save-every: workers save no answers under way.", "Leave it out.")
-        elif how.trace is not None:
+        elif how.trace is not None or how.trace_with:
             raise UsageError("--trace: workers record nothing.", "Leave it out.")
 
 

@@ -330,10 +330,14 @@ class Engine:
             self.hooks.before_layer(layer)
             self._watch.layer(layer, layers)
 
+        def on_lost(page: PageId) -> None:
+            self.hooks.on_lost(page)
+            self.disk.probe(page)
+
         with self.lock:
             self.check_open()
             self.hooks.on_sweep(runs)
-            hooks = replace(self.hooks, before_layer=before_layer, on_lost=self.disk.probe)
+            hooks = replace(self.hooks, before_layer=before_layer, on_lost=on_lost)
             self._model.sweep(runs, emit, hooks)
 
     # ---- accounts ----

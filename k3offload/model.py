@@ -86,6 +86,7 @@ class Model:
         self.spec = weights.spec
         self._weights, self._store, self._sides, self._dtype = weights, store, sides, dtype
         self._schedule, self._summaries = schedule, summaries
+        self._experts = self.spec.moe.experts if self.spec.moe else 0
         self._hooks = Hooks()
 
     def sweep(self, runs: Sequence[Run], emit: Emit, hooks: Hooks) -> None:
@@ -107,9 +108,7 @@ class Model:
         ahead = looks if decodes else None
         self._hooks = hooks
         on_route = _both(ahead, hooks.on_route) if ahead else hooks.on_route
-        if ahead:
-            ahead.begin(rows)
-        crowd = looks and self.spec.moe and looks.crowded(rows, self.spec.moe.experts)
+        guesses = ahead if ahead and ahead.begin(rows, self._experts) else None
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
         try:
@@ -128,8 +127,8 @@ class Model:
                             run.error = run.error or run.state.failed
                         lost = partial(_lose, groups, runs, hooks)
                         latent = self._feed_forward(layer, stream, groups, w, on_route, lost)
-                        if ahead and not crowd:
-                            self._look_ahead(layer, stream, latent, ahead)
+                        if guesses:
+                            self._look_ahead(layer, stream, latent, guesses)
                         elif looks:
                             self._read_on(layer, stream, looks)
                         stream.side.kernels.finish()  # its memory may go to another layer
@@ -139,8 +138,8 @@ class Model:
                     self._check(stream, groups, runs)
                     stream.move(self._sides.head)
                     self._head(stream, groups, runs, emit)
-            if ahead and not any(run.error for run in runs):
-                ahead.end()
+            if guesses and not any(run.error for run in runs):
+                guesses.end()
         except BaseException as error:
             for run in runs:
                 run.state.broken = f"a sweep was interrupted ({type(error).__name__}: {error})"
@@ -262,6 +261,7 @@ class Model:
         if not following or following[0].ffn != "moe" or not schedule.asks_router:
             return
         assert self.spec.moe is not None
+        stream.side.kernels.finish()  # rows are picked of what is there
         index, rows = following[0].index, stream.p.shape[0]
         picked = torch.arange(0, rows, -(-rows // SAMPLE))
         chosen, _ = self._next_router(index, stream, picked)

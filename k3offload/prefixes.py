@@ -53,6 +53,13 @@ class Prefixes:
         behind them.  One that keeps ends does so anyway."""
         self._asked = _key(tokens)
 
+    def has(self, tokens: Sequence[int]) -> bool:
+        """Whether there is a snapshot behind ``tokens`` in RAM; it counts as used."""
+        key = _key(tokens)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return key in self._kept
+
     def jump(self, session: Session) -> None:
         """Let ``session`` go on from the longest snapshot that its tokens begin with, if that is
         further than it has come and its bits are those of a run from nothing."""

@@ -56,18 +56,17 @@ def replay_timed(
         store.watch = log.watch
     clock = (lambda: tier.now) if isinstance(tier, ModelTier) else (lambda: 0.0)
     schedule = Schedule(store, predictor, run.top_k, clock)
-    sweep = -1
+    sweep, guesses = -1, False
     for step in run.steps():
         begin, end, place = step.at
         decodes = run.decodes(begin, end)
         if decodes and begin != sweep:
-            if sweep >= 0:
+            if guesses:
                 schedule.end()
-            sweep = begin
-            schedule.begin(end - begin)
+            sweep, guesses = begin, schedule.begin(end - begin, run.experts)
         if log is not None:
             _as_logged(store, schedule, log, run, step, guessed)
-        elif decodes and step.layer > 0 and schedule.asks():
+        elif decodes and guesses and step.layer > 0 and schedule.asks():
             _ask(schedule, run, step, guessed)
             schedule.answered()
         tier.pass_time(pace.layer)

@@ -73,10 +73,15 @@ class Schedule:
             for best, codes in zip(*told, strict=True):
                 self._store.note(layer, best, codes)
 
-    def begin(self, rows: int) -> None:
-        """A sweep of ``rows`` decode rows begins."""
+    def begin(self, rows: int, experts: int) -> bool:
+        """A sweep of ``rows`` decode rows begins; whether to guess in it.  Not for a crowd, by
+        whose rows each of the ``experts`` of a layer is chosen ``SURE`` times on average: most come
+        anyway, as in a prompt."""
+        if self.asks_router and rows * self._top_k >= SURE * experts:
+            return False
         if self._trial:
             self._trial.begin(rows)
+        return True
 
     def end(self) -> None:
         """It has ended, and well."""
@@ -117,11 +122,6 @@ class Schedule:
         guesses = self._predictor.guess(layer, hints)
         if guesses:
             self._store.prefetch([page for page, _ in guesses])
-
-    def crowded(self, rows: int, experts: int) -> bool:
-        """Whether ``rows`` that decode are so many that an expert is chosen ``SURE`` times on
-        average: most come anyway, as in a prompt, and nobody need guess."""
-        return self.asks_router and rows * self._top_k >= SURE * experts
 
     def read_on(self, next_layer: int, chosen: Experts, experts: int) -> None:
         """Some rows of a crowd would choose ``chosen`` [rows, k] of the ``experts`` of

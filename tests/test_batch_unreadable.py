@@ -22,6 +22,7 @@ from tests.helpers_broken import Broken, pages_of
 from tests.helpers_engine import call, greedy, session_with, starve
 
 TEXTS = [f"Text {i}. " + "And it came to pass " * (i % 5) + "\n" for i in range(14)]
+HEAD = "Go on with what is written here, in the words of the book, and end when it ends.\n\n" * 8
 COUNT = 8  #: new tokens of each
 
 
@@ -95,6 +96,18 @@ def test_those_that_need_an_unreadable_expert_fail(
         broken.mend()
         check(list(engine.batch(TEXTS, max_new_tokens=COUNT)), set())
         assert engine._ledger.used == 0
+
+
+def test_one_that_the_prompts_head_needs_fails_the_documents_and_not_the_batch(
+    broken: Broken,
+) -> None:
+    with load("nano", sessions=1, context=512) as engine:
+        page = min(pages_of(engine, HEAD, 1))
+    with load("nano", sessions=5, context=512, prefix_cache="4M") as engine:
+        broken.lose(engine.checkpoint, page)
+        results = list(engine.batch(TEXTS[:6], prompt=HEAD + "{text}", max_new_tokens=2))
+    assert [r.index for r in results] == list(range(6))
+    assert all(isinstance(r.error, ReadError) for r in results)
 
 
 def test_a_damaged_expert_too(broken: Broken) -> None:

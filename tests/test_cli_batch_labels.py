@@ -79,6 +79,7 @@ def test_one_document_at_a_time_has_room_for_a_copy(tmp_path: Path, capsys: Capt
         (["--label", " a", "--label", " a"], "the same tokens"),
         (["--label", " sea, and", "--context", "3"], "leaves no room in --context 3"),
         (["--label-end", "."], "--label-end means nothing without labels"),
+        (["--labels", "/dev/null"], "/dev/null holds no label"),
         (["--output-format", "csv"], "--output-format is 'csv'"),
     ],
 )

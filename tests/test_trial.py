@@ -108,7 +108,7 @@ def test_only_those_that_read_what_pays_are_on_trial(
     schedule = Schedule(store, made((1, 2), 16, 2), 2, lambda: now)
     asked, scores = 0, np.arange(16, dtype=np.float32)[None]
     for _ in range(400):
-        schedule.begin(1)
+        assert schedule.begin(1, 16)
         for layer in (1, 2):
             if schedule.asks():
                 asked += 1
