@@ -267,3 +267,23 @@ def test_what_an_earlier_run_did_counts(engine: Engine, tmp_path: Path) -> None:
     clock.now += 3600
     found = {r.id: r for r in Batch(engine, given, going=lambda d: kept[d.id], **how)}
     assert found == whole
+
+
+def test_the_head_is_computed_once_an_engine_and_counted() -> None:
+    with load("nano", sessions=2, context=512, prefix_cache="4M", cache="1M") as engine:
+
+        def run() -> tuple[int, int, int]:
+            """Rows, and bytes of experts, by the engine and by the tally."""
+            before = engine.counts()
+            batch = engine.batch(TEXTS[:3], prompt=HEAD + "{text}", max_new_tokens=2)
+            assert all(result.error is None for result in batch)
+            after = engine.counts()
+            rows = after["embedding"].requests - before["embedding"].requests
+            read = after["experts"].bytes - before["experts"].bytes
+            return rows, read, batch.tally.read["experts"]
+
+        rows, read, told = run()
+        assert read == told > 0
+        again, read, told = run()
+        assert read == told > 0
+        assert again == rows - 192  # the head's whole chunks
