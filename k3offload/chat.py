@@ -43,6 +43,10 @@ class Encoder:
         """What the release asks for where nobody says an effort; None without its wording."""
         return USUAL_EFFORT if bodies.EFFORT in self._bodies else None
 
+    def check_effort(self, effort: str) -> None:
+        """Raise ``UsageError`` for an effort that the model cannot be told."""
+        self._system(bodies.EFFORT, "effort", _effort(effort))
+
     def encode(
         self,
         messages: Any,

@@ -37,7 +37,9 @@ class Message:
 
     content: its texts; each is encoded by itself.
     tools: of a system message that declares more of them, and has no text.
-    tool, index: of a result: the name of the tool, and which call of the message, from 1.
+    tool, index: of a result: the name of the tool, and the index of the call that it answers, as
+    the call itself has it: its place among those of the message before, from 1.  A result that is
+    of none of them by its id is numbered by its place among the results.
     field: where it stands in the request, ``messages[3]``.
     """
 
@@ -178,14 +180,14 @@ def _call(given: Any, field: str) -> Call:
 
 
 def _arguments(given: Any, field: str) -> Mapping[str, Any] | str:
-    """Arguments by name; the text itself where it is no JSON object: a model has written it, and
-    sees it again as it was."""
+    """Arguments by name; the text itself where it is no JSON object, or one whose escapes spell
+    what is no UTF-8: a model has written it, and sees it again as it was."""
     if given is None or (isinstance(given, str) and not given.strip()):
         return {}
     if isinstance(given, str):
         try:
             parsed = json.loads(given, parse_constant=_no_constant)
-            as_json(parsed, field)
+            as_json(parsed, field).encode()
         except (ValueError, RecursionError, UsageError):
             return given
         return parsed if isinstance(parsed, dict) else given
@@ -200,7 +202,7 @@ def _no_constant(text: str) -> None:
 
 
 def _in_order(messages: list[Message]) -> list[Message]:
-    """Each run of results as the calls before it stand; all are named, and numbered from 1."""
+    """Each run of results as the calls before it stand; all are named and numbered."""
     ordered: list[Message] = []
     calls: tuple[Call, ...] = ()
     number = 0
@@ -217,15 +219,18 @@ def _in_order(messages: list[Message]) -> list[Message]:
 
 
 def _sorted(run: list[Message], calls: tuple[Call, ...]) -> list[Message]:
-    """``run`` in the order of the calls, if each says which it is of; else as it is."""
+    """``run``, each result with the name and index of the call that it says it is of; in the order
+    of the calls, if all say one."""
     places: dict[str, int] = {}
     for place, call in enumerate(calls):
         if call.id is not None:
             places.setdefault(call.id, place)
-    if not all(message.call_id in places for message in run):
-        return run
-    pairs = sorted(((places[m.call_id or ""], m) for m in run), key=lambda pair: pair[0])
-    return [replace(message, tool=calls[place].name) for place, message in pairs]
+    found = []
+    for message in run:
+        if (at := places.get(message.call_id or "")) is not None:
+            message = replace(message, tool=calls[at].name, index=at + 1)
+        found.append(message)
+    return sorted(found, key=lambda m: m.index) if all(m.index for m in found) else found
 
 
 def _named(message: Message, number: int, calls: tuple[Call, ...]) -> Message:
@@ -238,7 +243,7 @@ def _named(message: Message, number: int, calls: tuple[Call, ...]) -> Message:
             "message before it.",
             "Give the id of a call, or the name of the tool as name.",
         )
-    return replace(message, tool=name, index=number)
+    return replace(message, tool=name, index=message.index or number)
 
 
 def _object(value: Any, field: str) -> Mapping[str, Any]:

@@ -4,7 +4,8 @@ The prompt has opened an element already (``think``, or ``response``), so the fi
 it.  Tokens come one by one, cut wherever they like; what has been given out never has to be taken
 back, and all of it together does not depend on how the tokens were cut.  Markers are known by their
 ids and never become text, whatever the model makes of them: elements that are not closed, opened
-twice or unknown.  A marker that somebody spells out in letters is text like any other.
+twice or unknown, calls of no tool.  A marker that somebody spells out in letters is text like any
+other.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class _Call:
         self.index = index
         self._say = say
         self._form = ""  # "arguments", or "json": text that is passed on as it is
-        self._open = ""  # of the argument that is open: "string", or "value"
+        self._open = ""  # what text is of: "string" or "value" of an argument, or "json"
         self._head = ""  # what comes before its value
         self._held: list[str] = []  # text of a value, which is judged when it is complete
 
@@ -134,12 +135,13 @@ class _Call:
 
     def raw(self) -> bool:
         """What follows is the text of the arguments, if there are none yet; whether it is."""
-        self._form = self._form or "json"
-        return self._form == "json"
+        if not self._form:
+            self._form = self._open = "json"
+        return self._open == "json"
 
     def text(self, text: str) -> None:
         """More text of what is open."""
-        if self._form == "json":
+        if self._open == "json":
             self._write(text)
         elif self._open == "string":
             self._write(_json(text)[1:-1])  # what a character becomes depends on it alone
@@ -147,9 +149,10 @@ class _Call:
             self._held.append(text)
 
     def end_argument(self) -> None:
+        """An argument, or the text of all, is complete."""
         if self._open == "string":
             self._write('"')
-        elif self._open:
+        elif self._open == "value":
             text = "".join(self._held)
             self._write(self._head + (text.strip() if _is_json(text) else _json(text)))
         self._open = ""
@@ -162,6 +165,21 @@ class _Call:
     def _write(self, text: str) -> None:
         if text:
             self._say(Arguments(self.index, text))
+
+
+class _Trimming:
+    """The bytes of tokens for a stream; once after each ``trim`` without the blanks in front."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.is_special = tokenizer.is_special
+        self._tokenizer, self._next = tokenizer, False
+
+    def trim(self) -> None:
+        self._next = True
+
+    def token_bytes(self, token: int) -> bytes:
+        found, trim, self._next = self._tokenizer.token_bytes(token), self._next, False
+        return found.lstrip() if trim else found
 
 
 class Parser:
@@ -177,9 +195,10 @@ class Parser:
         """``thinking``: as the prompt was encoded.  ``stop``: texts that end the content, and no
         part of it.  Raises ``UsageError`` for a vocabulary without the format's markers."""
         self._tokenizer, self._marks = tokenizer, Marks.of(tokenizer)
-        self._content, self._reasoning = TextStream(tokenizer, stop), TextStream(tokenizer)
+        self._bytes = _Trimming(tokenizer)
+        self._content, self._reasoning = TextStream(self._bytes, stop), TextStream(tokenizer)
         self._element = "think" if thinking else "response"  # that text goes to; "" is none
-        self._argument = TextStream(tokenizer)
+        self._argument = TextStream(self._bytes)
         self._tag: list[int] | None = None  # tokens since a marker that begins a tag
         self._closing = False
         self._call: _Call | None = None
@@ -258,9 +277,12 @@ class Parser:
             if tag.attributes.get("role", "assistant") != "assistant":
                 self._finish()  # the turn of somebody else, which is not the model's to write
         elif tag.name == "call":
+            if not (name := tag.attributes.get("tool", "")):
+                self._element = "tools"  # nobody can answer it, and no message can hold it
+                return
             self._element = "call"
             self._call = _Call(self._calls, self._say)
-            self._say(ToolCall(self._calls, tag.attributes.get("tool", "")))
+            self._say(ToolCall(self._calls, name))
             self._calls += 1
         else:
             self._element = tag.name
@@ -280,6 +302,8 @@ class Parser:
         if name == "message":
             self._finish()
         elif name == "call" or name == "tools":
+            if self._call is None and self._element != "tools":
+                return  # of nothing that is open
             self._end_call()
             self._element = "tools" if name == "call" else ""
         elif name == self._element:
@@ -303,8 +327,10 @@ class Parser:
         blank = not self._tokenizer.token_bytes(token).strip()
         if self._element == "" and not blank:
             self._element = "response"  # an answer that was not opened is one all the same
+            self._bytes.trim()  # as blanks that are tokens of their own are left out
         if self._element == "call" and not blank and self._call and self._call.raw():
             self._element = "json"
+            self._bytes.trim()
         if self._element == "think":
             self._say(Reasoning(self._reasoning.push(token)))
         elif self._element == "response":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,18 +47,18 @@ def chat(
 ) -> None:
     """Talk with a model that knows K3's chat format; /help lists commands."""
     at_least_one(("-n", max_new_tokens), ("--context", context), ("--sweep", how.sweep))
-    wanted = None if effort == "none" else effort
-    if wanted is not None and wanted not in EFFORTS:
-        raise UsageError(f"--effort is {effort!r}.", f"Use {', '.join(EFFORTS)} or none.")
+    wanted = _wanted(effort, thinking)
     folder = find_model(model)
     if session is not None:
         refuse_in_model(session, folder)
-    with Progress() as progress:
+    with Progress() as progress, ExitStack() as leave:
         with loading_libraries(progress):
-            from .conversation import FILE, STATES, Conversation, Manner, check_folder
+            from .conversation import FILE, STATES, Conversation, Hold, Manner, check_folder
             from .run_chat import Chat
+        hold = leave.enter_context(closing(Hold()))
         if session is not None:
             check_folder(session)
+            hold.move(session)
         sampling = choice.sampling()
         if not sampling.greedy:
             sampling = seeded(sampling, progress)
@@ -65,6 +66,8 @@ def chat(
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
             encoders.append(Encoder.of(tokenizer, folder))
+            if wanted is not None:
+                encoders[0].check_effort(wanted)
             most = min(context, spec.context)
             # an answer is decoded, what it answers to is read
             return {"context": most, "sessions": STATES, "answer": most // 2, "sweep": how.sweep}
@@ -80,7 +83,20 @@ def chat(
                 progress.say(f"going on after {len(talk.messages)} messages")
             if system is not None:
                 talk.system = system
-            fine = Chat(talk, progress, meter, session).run()
+            fine = Chat(talk, progress, meter, session, hold).run()
             talk.close()
     if not fine:
         raise typer.Exit(1)
+
+
+def _wanted(effort: str | None, thinking: bool) -> str | None:
+    """The effort that ``--effort`` asks for, if any.  Raises ``UsageError``."""
+    if effort is None or effort == "none":
+        return None
+    if effort not in EFFORTS:
+        raise UsageError(f"--effort is {effort!r}.", f"Use {', '.join(EFFORTS)} or none.")
+    if not thinking:
+        raise UsageError(
+            "--effort says how much to think, and --no-thinking not to.", "Leave one of them out."
+        )
+    return effort

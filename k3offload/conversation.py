@@ -3,14 +3,15 @@
 The messages are what counts.  The session is a memory of what is computed already: a turn goes on
 from there as far as its tokens agree, and from a snapshot taken before the last turn where they do
 not, after an interrupted answer, say, or one that is taken back.  An answer becomes part of the
-conversation when it is complete, or has reached its most tokens; one that failed or was interrupted
-leaves nothing but the user's message.
+conversation when it is complete, or has reached its most tokens, and all of it was taken; one that
+failed or was interrupted leaves nothing but the user's message.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +20,18 @@ from typing import Any, Final
 from .chat import Encoder
 from .chat_messages import read_messages
 from .chat_parse import Answer, Event, Parser
-from .durable import sync, write_file
+from .durable import LockFile, sync, write_file
 from .engine import Engine
 from .errors import DoesNotFit, ScratchError, SessionError, UsageError
 from .generate import Done, Prefill, Token
 from .paths import show_path
 from .sampling import Sampling
 from .session import Session, Snapshot
+from .session_manifest import refuse_in_model
 
 FILE: Final = "chat.json"  #: the messages, in the folder of a conversation
 STATE: Final = "session"  #: the folder of its session, below that
+LOCK: Final = "chat.lock"  #: beside FILE, while a process keeps its conversation there
 STATES: Final = 2  #: that a conversation keeps: its session, and the snapshot
 FORMAT: Final = 1
 
@@ -53,6 +56,7 @@ class Conversation:
         self._session = engine.session()
         self._before: Snapshot | None = None  # of the turn that is the last one
         self._turn = 0
+        self._places: set[str] = set()  # folders that hold this conversation, perhaps less of it
 
     @property
     def session(self) -> Session:
@@ -60,7 +64,8 @@ class Conversation:
         return self._session
 
     def ask(self, text: str) -> Iterator[Event | Prefill]:
-        """Add a message and give its answer, ``Finish`` last.
+        """Add a message and give its answer, ``Finish`` last.  Whoever stops before the iteration
+        has ended drops the answer.
 
         Raises ``UsageError`` for a message that cannot be, or is too long, and leaves it out;
         another ``K3Error`` if the answer fails.
@@ -93,8 +98,8 @@ class Conversation:
                 reason = event.finish_reason
         made = parser.end(reason)
         answer.add(made)
+        yield from made  # until the last of it was taken, an interrupt drops it
         self.messages.append(answer.message())
-        yield from made
 
     def _seed(self) -> int | None:
         """Another one for each turn, all of them known from the first."""
@@ -143,22 +148,33 @@ class Conversation:
 
     @system.setter
     def system(self, text: str) -> None:
-        rest = self.messages[1:] if self.system else self.messages
-        self.messages = [{"role": "system", "content": text}, *rest] if text else list(rest)
+        """Raises ``UsageError`` for what is no UTF-8."""
+        told = [{"role": "system", "content": text}] if text else []
+        if told:
+            self._encode(told)
+        self.messages = [*told, *(self.messages[1:] if self.system else self.messages)]
 
     # ---- on disk ----
 
     def save(self, folder: Path) -> None:
         """Write the conversation and what is computed of it to ``folder``.
 
-        The messages come first: whatever happens to the rest, they are there.  Raises
-        ``SessionError``, ``UsageError`` or ``OSError``.
+        The messages come first: whatever happens to the rest, they are there.  What another
+        conversation has left in ``folder`` is not replaced.  Raises ``SessionError``,
+        ``UsageError`` or ``OSError``.
         """
+        refuse_in_model(folder, self.engine.checkpoint.folder)
         check_folder(folder)
+        if os.path.lexists(folder / FILE) and os.path.realpath(folder) not in self._places:
+            read_folder(folder)
+            raise UsageError(
+                f"{show_path(folder)} holds another conversation.", "Name a new folder, or load it."
+            )
         folder.mkdir(exist_ok=True)
         content = {"format": FORMAT, "messages": self.messages}
         text = json.dumps(content, ensure_ascii=False, indent=1)
         write_file(folder / FILE, [text.encode("utf-8", "surrogatepass"), b"\n"])
+        self._places.add(os.path.realpath(folder))
         sync(folder)
         if self._agrees():
             self._session.save(folder / STATE)
@@ -166,7 +182,10 @@ class Conversation:
     def _agrees(self) -> bool:
         """Whether the session has computed a beginning of what has been said, if need be after
         going back to where its last turn began."""
-        ids = self._encode(self.messages) if self.messages else []
+        try:
+            ids = self._encode(self.messages) if self.messages else []
+        except UsageError:  # of messages that cannot be asked: they are kept all the same
+            return False
         for before in (None, self._before):
             if before is not None:
                 self._session.rewind(before)
@@ -191,7 +210,7 @@ class Conversation:
         else:
             self._session.close()
             self._session = session
-        self.messages = messages
+        self.messages, self._places = messages, {os.path.realpath(folder)}
 
     def close(self) -> None:
         """Give the memory of its states back."""
@@ -213,12 +232,40 @@ def check_folder(folder: Path) -> None:
     shown = show_path(folder)
     if folder.is_dir():
         names = {entry.name for entry in folder.iterdir()}
-        if names and FILE not in names:
+        if names - {LOCK} and FILE not in names:
             raise UsageError(f"{shown} holds no conversation.", "Name a new folder.")
     elif not folder.parent.is_dir():
         raise UsageError(f"{shown}: its parent is no folder.", "Make it first.")
     elif folder.exists() or folder.is_symlink():
         raise UsageError(f"{shown} is no folder.", "Name a new one.")
+
+
+class Hold:
+    """The folder that a process keeps its conversation in, and no other process meanwhile."""
+
+    def __init__(self) -> None:
+        self._lock: LockFile | None = None
+        self._real = ""
+
+    def move(self, folder: Path) -> None:
+        """Hold ``folder`` instead.  Raises ``UsageError`` if another process does, ``OSError`` if
+        nothing can be written there; what was held before is then held still."""
+        real = os.path.realpath(folder)
+        if real == self._real:
+            return
+        lock = LockFile(folder / LOCK)
+        if lock.who:
+            raise UsageError(
+                f"The conversation in {show_path(folder)} is under way elsewhere: {lock.who}.",
+                "End that one, or name another folder.",
+            )
+        self.close()
+        self._lock, self._real = lock, real
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock, self._real = None, ""
 
 
 def read_folder(folder: Path) -> list[dict[str, Any]]:

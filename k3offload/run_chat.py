@@ -4,11 +4,13 @@ Answers go to stdout; reasoning and everything else to stderr, reasoning dimmed 
 terminal that may be sent colours.  Without a terminal each line of stdin is a message.
 
 An interrupt drops the answer under way at the next layer or token and keeps the conversation; a
-second one within a second leaves, and saves what was to be saved.
+second one within a second leaves.  However it ends, by a signal or a closed pipe as well, what was
+to be saved is saved.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -21,15 +23,23 @@ from typing import Any, Final
 
 from .chat_parse import Content, Finish, Reasoning, ToolCall
 from .config import show_size
-from .conversation import Conversation
+from .conversation import Conversation, Hold, read_folder
 from .errors import K3Error, UsageError
 from .generate import Prefill
 from .progress import Meter, Progress, may_redraw, write_out
+from .session_manifest import refuse_in_model
 
 AGAIN: Final = 1.0  #: seconds in which a second interrupt leaves
+#: What becomes of signals where nobody has said anything else.
+USUAL: Final[dict[signal.Signals, Callable[[int, FrameType | None], Any] | signal.Handlers]] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
 HELP: Final = """\
-/save [FOLDER]   write the conversation; without FOLDER to that of --session or the last /save
-/load FOLDER     go on with the conversation in FOLDER
+/save [FOLDER]   write the conversation; without FOLDER to that of --session, or the last one named
+/load FOLDER     go on with the conversation in FOLDER; with --session the present one is saved
+                 first, and in the end FOLDER is saved to
 /undo            take the last message and its answer back
 /system [TEXT]   tell the model TEXT at the beginning; without TEXT, nothing
 /stats           figures
@@ -46,31 +56,36 @@ class Leave(Exception):
 
 
 class Interrupts:
-    """What Ctrl-C means.  Does nothing where a caller ignores it, or outside the main thread."""
+    """What Ctrl-C means, and signals that ask a process to end.  Leaves alone what a caller ignores
+    or handles, and does nothing outside the main thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._last = clock, float("-inf")
         self._pending = self._waiting = False
-        self.left = False  #: the second of two came soon enough
+        self.left = 0  #: the signal to leave at; of interrupts the second if it came soon enough
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        before = signal.getsignal(signal.SIGINT)
         main = threading.current_thread() is threading.main_thread()
-        if not main or before is not signal.default_int_handler:
-            yield
-            return
-        signal.signal(signal.SIGINT, self._came)
+        ours = [number for number, usual in USUAL.items() if signal.getsignal(number) == usual]
+        for number in ours if main else ():
+            signal.signal(number, self._came)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number in ours if main else ():
+                signal.signal(number, USUAL[number])
 
     def _came(self, number: int, frame: FrameType | None) -> None:
         now = self._clock()
-        if self.left:
+        again, self._last = now - self._last < AGAIN, now
+        if self.left and number == signal.SIGINT:
             raise KeyboardInterrupt  # a third: at once, wherever that is
-        self.left, self._last, self._pending = now - self._last < AGAIN, now, True
+        if self.left:
+            return  # a terminal that goes away may say so twice
+        self._pending = True
+        if again or number != signal.SIGINT:
+            self.left = number
         if self._waiting:
             raise KeyboardInterrupt
 
@@ -100,13 +115,14 @@ class Chat:
     """The terminal's side of a conversation."""
 
     def __init__(
-        self, talk: Conversation, progress: Progress, meter: Meter, place: Path | None
+        self, talk: Conversation, progress: Progress, meter: Meter, place: Path | None, hold: Hold
     ) -> None:
+        """``place``: where it is saved in the end, which ``hold`` holds."""
         self._talk, self._progress, self._meter, self._place = talk, progress, meter, place
         self._interrupts = Interrupts()
         self._last = "no answer yet"
         self._failed = False
-        self._kept = place  # saved there in the end
+        self._kept, self._hold = place, hold
 
     def run(self) -> bool:
         """Until the input ends; whether every message got its answer."""
@@ -117,11 +133,15 @@ class Chat:
                 while True:
                     self._one()
             except (EOFError, Leave):
+                pass
+            finally:
                 hooks.before_layer = lambda layer: None
-            if self._kept is not None:
-                self._save(self._kept)
-        if self._interrupts.left:
+                if self._kept is not None:
+                    self._save(self._kept)
+        if self._interrupts.left == signal.SIGINT:
             raise KeyboardInterrupt
+        if self._interrupts.left:
+            raise SystemExit(128 + self._interrupts.left)
         return not self._failed
 
     def _one(self) -> None:
@@ -130,7 +150,8 @@ class Chat:
         try:
             line = self._interrupts.read(_line).strip()
         except Interrupted:
-            self._progress.say("\nCtrl-C again, or /quit, leaves")
+            if not self._interrupts.left:
+                self._progress.say("\nCtrl-C again, or /quit, leaves")
         else:
             try:
                 if line.startswith("/") and not line.startswith("//"):
@@ -208,9 +229,24 @@ class Chat:
     def _load(self, rest: str) -> None:
         if not rest:
             raise UsageError("/load has no folder.", "Write /load FOLDER.")
-        self._talk.load(Path(rest))
-        self._place = Path(rest)
+        place = Path(rest)
+        if self._kept is None:
+            self._talk.load(place)
+        else:
+            self._move(self._kept, place)
+        self._place = place
         self._progress.say(f"{len(self._talk.messages)} messages from {rest}")
+
+    def _move(self, old: Path, new: Path) -> None:
+        """Leave the conversation in ``old`` and go on with, and save to, that in ``new``; of one
+        and the same, what was not saved is given up."""
+        refuse_in_model(new, self._talk.engine.checkpoint.folder)
+        read_folder(new)  # before anything is made there
+        if os.path.realpath(old) != os.path.realpath(new):
+            self._save(old)
+        self._hold.move(new)
+        self._talk.load(new)
+        self._kept = new
 
     def _undo(self, rest: str) -> None:
         text = self._talk.undo()

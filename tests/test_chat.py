@@ -210,8 +210,14 @@ def test_results_without_ids_follow_the_calls(full: Encoder) -> None:
     assert full.encode([USER, said, *reversed(named)]) == wanted
     stale = [{**named[1], "name": "other"}, named[0]]
     assert full.encode([USER, said, *stale]) == wanted
+    second = TOKENIZER.decode(full.encode([USER, said, named[1]]))
+    assert 'role="tool" tool="f2" index="2"' in second
     lost = [{"role": "tool", "tool_call_id": "9", "name": "f9", "content": "r"}]
     assert 'tool="f9" index="1"' in TOKENIZER.decode(full.encode([USER, said, *lost]))
+    both = TOKENIZER.decode(full.encode([USER, said, named[0], *lost]))
+    assert both.index('tool="f1" index="1"') < both.index('tool="f9" index="2"')
+    with pytest.raises(UsageError, match=r"messages\[3\].tool_call_id is '9'"):
+        full.encode([USER, said, named[0], {**lost[0], "name": ""}])
 
 
 def test_nothing_merges_over_the_edge_of_a_piece(tmp_path: Path) -> None:

@@ -90,6 +90,16 @@ WHOLE: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     "bare JSON": (f'§think»{CALL}\n {{"a": 1}}§call»§tools»', "", "", [("f", '{"a": 1}')]),
     "JSON behind arguments": (f'§think»{CALL}«argument key="a"»x«json»{{"b": 1}}§json»§call»', "",
                               "", [("f", '{"a": "x"}')]),
+    "an argument behind JSON": (f'§think»{CALL}«json»{{"a":1}}§json»«argument key="b"»2§argument»'
+                                '§call»', "", "", [("f", '{"a":1}')]),
+    "JSON twice": (f'§think»{CALL}«json»{{"a":1}}§json»«json»{{}}§json» {{"b": 2}}§call»', "", "",
+                   [("f", '{"a":1}')]),
+    "calls of no tool": ('§think»«response»Yes.§response»«tools»«call»«argument key="a"»x§argument»'
+                         '§call»«call tool=""»{"a": 1}§call»§tools»■', "", "Yes.", []),
+    "calls of no tool and of one": ('§think»«call index="1"»«json»{"a": 1}§json»§call»'
+                                    '«call tool="f"»§call»', "", "", [("f", "{}")]),
+    "closes what is no call": ("Hm.§call» So.§think»«response»a §call»b§tools» c■", "Hm. So.",
+                               "a b c", []),
     "ends within a tag": (f'§think»{CALL}§call»«call tool="g"', "", "", [("f", "{}"), ("g", "{}")]),
     "text between calls": (f'§think»«response»Yes.§response»{CALL}§call» so §tools»', "", "Yes.",
                            [("f", "{}")]),
@@ -129,6 +139,21 @@ def test_what_models_emit_however_it_is_cut(name: str) -> None:
     assert fields(parse(TOKENIZER, ids)) == (reasoning, content, calls, reason)
     for cuts in cuttings(len(ids)):
         assert fields(fed(ids, cuts, "stop", True)) == (reasoning, content, calls, reason)
+
+
+def test_blanks_before_what_was_not_opened_are_left_out_however_they_are_tokens() -> None:
+    """Also where a stop string begins with one."""
+    single = {TOKENIZER.token_bytes(i): i for i in range(256)}
+    (one,) = TOKENIZER.encode(" and")
+    four = [single[bytes([byte])] for byte in b" and"]
+    assert one not in four
+    for tokens in ([one], four):
+        for more, content in (([], "and"), ([one], "and"), (four, "and")):
+            ids = [*script("Hm.§think»"), *tokens, *more]
+            answer = fed(ids, [1] * len(ids), "stop", True, " and")
+            assert answer.content == content
+        ids = [*script(f"§think»{CALL}"), *tokens, *script("§call»")]
+        assert parse(TOKENIZER, ids).calls == [("f", "and")]
 
 
 def test_thinking_off_begins_with_the_answer() -> None:
@@ -279,6 +304,22 @@ def test_what_is_encoded_is_read_back(said: list[dict[str, Any]], thinking: bool
         ]
     again = plain.encode([user, answer.message()], thinking=thinking, generation_prompt=False)
     assert again == whole
+
+
+@pytest.mark.parametrize(
+    "called",
+    [
+        '«argument key="a" type="object"»{"b": "\\ud800"}§argument»',
+        '«argument key="a" type="array"»[{"\\udfff": 1}]§argument»',
+        '«json»{"a": "x\\ud800"}§json»',
+    ],
+)
+def test_arguments_that_spell_half_a_character_can_be_told_again(called: str) -> None:
+    said = parse(TOKENIZER, script(f"§think»{CALL}{called}§call»"))
+    messages = [{"role": "user", "content": "?"}, said.message()]
+    ids = encoder().encode(messages, generation_prompt=False)
+    assert "\\ud" in said.calls[0][1]
+    assert parse(TOKENIZER, ids[len(encoder().encode(messages[:1])) :]).calls == said.calls
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"a": 1e999}', '{"a": NaN}', "null", '"x"'])

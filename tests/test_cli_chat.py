@@ -9,12 +9,12 @@ import select
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from k3offload.chat_parse import Content, Finish, Reasoning, ToolCall
+from k3offload.conversation import Hold
 from k3offload.progress import Progress
 from k3offload.run_chat import Interrupted, Interrupts, _Printer
 from tests.helpers_chat import WORDING
@@ -64,18 +64,58 @@ def test_lines_become_answers_and_commands_are_obeyed(
 def test_what_is_wrong_with_a_line_is_told_and_the_next_is_answered(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    lines = b"/nope\n/load\n/save\n/undo\na\xff\n/load /dev/null/x\n" + FIRST.encode()
+    lines = (
+        b"/nope\n/load\n/save\n/undo\na\xff\n/system a\xff\n/load /dev/null/x\n" + FIRST.encode()
+    )
     code, out, err = typed(lines, ["nano", "-n", 40], capsys, monkeypatch)
     assert code == 1 and out.startswith("The seal of ")
     wrong = [line for line in err.splitlines() if line.startswith("error: ")]
-    told = ["/nope is no", "/load has no", "/save has no", "no message", "messages[0].content", "x"]
+    told = ["/nope is no", "/load has no", "/save has no", "no message"]
+    told += ["messages[0].content", "messages[0].content", "x"]
     assert len(wrong) == len(told)
     assert all(part in line for part, line in zip(told, wrong, strict=True))
+
+
+def contents(place: Path) -> list[str]:
+    return [m["content"] for m in json.loads((place / "chat.json").read_bytes())["messages"]]
+
+
+def test_load_moves_to_another_folder_and_saves_what_it_leaves(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for place in (a, b):
+        code, _, err = typed(
+            f"/system Of {place.name}.\n", ["nano", "--session", place], capsys, monkeypatch
+        )
+        assert code == 0, err
+    lines = f"/system Given up.\n/load {a}\n/save {b}\n/system A now.\n/load {b}\n/save {a}\n"
+    code, _, err = typed(
+        f"{lines}/system B now.\n/quit\n", ["nano", "--session", a], capsys, monkeypatch
+    )
+    assert code == 1 and err.count("holds another conversation") == 2
+    assert (contents(a), contents(b)) == (["A now."], ["B now."])
+    code, _, err = typed(f"/load {b}\n/system Lost.\n", ["nano"], capsys, monkeypatch)
+    assert code == 0 and contents(b) == ["B now."]  # without --session nothing is saved unasked
+    assert sorted(os.listdir(a)) == sorted(os.listdir(b)) == ["chat.json"]
+
+
+def test_a_conversation_is_one_processes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place, hold = tmp_path / "c", Hold()
+    hold.move(place)
+    code, out, err = typed("", ["nano", "--session", place], capsys, monkeypatch)
+    assert (code, out) == (2, "") and f"process {os.getpid()}" in err and "memory plan" not in err
+    hold.close()
+    assert not place.exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
+        (["nano", "--effort", "low"], "effort cannot be told"),
+        (["nano", "--effort", "low", "--no-thinking"], "--no-thinking not to"),
         (["nano", "--effort", "medium"], "--effort is 'medium'"),
         (["nano", "--session", NANO / "c"], "in the model's folder"),
         (["nano", "--session", Path(__file__)], "is no folder"),
@@ -95,8 +135,6 @@ def test_refused_before_anything_is_loaded(
 def test_the_effort_is_what_the_release_asks_for_unless_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    code, _, err = typed("x\n", ["nano", "-n", 1, "--effort", "low"], capsys, monkeypatch)
-    assert code == 1 and "effort cannot be told" in err
     model = tmp_path / "m"
     model.mkdir()
     for file in NANO.iterdir():
@@ -142,7 +180,7 @@ def test_two_interrupts_leave_if_they_come_within_a_second() -> None:
             interrupts.check()
             now[0] += gap
             signal.raise_signal(signal.SIGINT)
-        assert interrupts.left == left
+        assert bool(interrupts.left) == left
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -164,6 +202,11 @@ def test_interrupts_of_two_answers_are_two_however_soon() -> None:
         assert interrupts.left
 
 
+def _usual() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Process:
     """The command with pipes, read as it writes."""
 
@@ -171,8 +214,8 @@ class Process:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "k3offload", "chat", "nano", *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
-            # What runs in the background of a shell ignores the signal, and so would this.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            # What runs in the background of a shell ignores signals, and so would this.
+            preexec_fn=_usual,
         )  # fmt: skip
         self.read = {"stdout": "", "stderr": ""}
 
@@ -220,3 +263,27 @@ def test_ctrl_c_in_a_real_process_r25(tmp_path: Path) -> None:
     assert chat.process.returncode == 130 and b"Traceback" not in err
     kept = json.loads((place / "chat.json").read_bytes())["messages"]
     assert kept == [{"role": "user", "content": long}]
+
+
+@pytest.mark.parametrize("way", [signal.SIGTERM, signal.SIGHUP, None])
+def test_however_it_ends_it_is_saved(way: signal.Signals | None, tmp_path: Path) -> None:
+    """By a signal during an answer or while it waits for a line, or by a pipe that is closed."""
+    place = tmp_path / "c"
+    chat = Process("--session", str(place))
+    chat.wait_for("stderr", "memory plan")
+    if way == signal.SIGTERM:
+        chat.type("x")
+        chat.wait_for("stdout", " ")
+    elif way == signal.SIGHUP:
+        chat.type("/system x")
+        chat.wait_for("stderr", "the model is told it")
+    if way is None:
+        assert chat.process.stdout is not None
+        chat.process.stdout.close()
+        chat.process.stdout = None
+        chat.type("x")
+    else:
+        chat.process.send_signal(way)
+    _, err = chat.process.communicate(timeout=60)
+    assert chat.process.returncode == (1 if way is None else 128 + way)
+    assert b"Traceback" not in err and contents(place) == ["x"]

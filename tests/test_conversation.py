@@ -131,6 +131,14 @@ def test_an_interrupt_costs_one_turn_and_not_the_conversation(talk: Conversation
     assert min(seen) == before
 
 
+def test_an_answer_that_was_not_taken_to_its_end_is_dropped(talk: Conversation) -> None:
+    for event in talk.ask(FIRST):
+        if isinstance(event, Finish):
+            break
+    assert talk.messages == [{"role": "user", "content": FIRST}]
+    assert said(talk, SECOND) == fresh(talk.engine, FIRST, SECOND, drop=1)
+
+
 def test_undo_takes_a_turn_back(talk: Conversation) -> None:
     assert talk.undo() is None
     said(talk, FIRST)
@@ -163,6 +171,18 @@ def test_what_cannot_be_asked_changes_nothing(talk: Conversation) -> None:
         with pytest.raises(kind):
             said(talk, text)
         assert talk.messages == messages and talk.session.tokens == tokens
+    with pytest.raises(UsageError):
+        talk.system = "a\udc80"
+    assert talk.messages == messages
+
+
+def test_messages_that_cannot_be_asked_are_saved_all_the_same(
+    tmp_path: Path, talk: Conversation
+) -> None:
+    said(talk, FIRST)
+    talk.messages.append({"role": "user", "content": "a\udc80"})
+    talk.save(tmp_path / "c")
+    assert json.loads((tmp_path / "c" / "chat.json").read_bytes())["messages"] == talk.messages
 
 
 def test_answers_end_where_the_context_ends() -> None:
@@ -242,9 +262,38 @@ def test_a_state_of_another_model_is_computed_anew(tmp_path: Path, talk: Convers
     assert len(warned) == 1 and "computed anew" in warned[0]
 
 
+def test_what_another_conversation_has_left_is_not_replaced(
+    tmp_path: Path, nano: Engine, talk: Conversation
+) -> None:
+    mine, theirs, bad = (tmp_path / name for name in "abc")
+    for other in _open(nano):
+        other.system = "Theirs."
+        other.save(theirs)
+    bad.mkdir()
+    (bad / "chat.json").write_text("{")
+    talk.save(mine)
+    talk.save(mine)
+    for place, kind, what in (
+        (theirs, UsageError, "another conversation"),
+        (bad, SessionError, "damaged"),
+    ):
+        before = (place / "chat.json").read_bytes()
+        with pytest.raises(kind, match=what):
+            talk.save(place)
+        assert (place / "chat.json").read_bytes() == before
+    talk.load(theirs)
+    talk.save(theirs)
+    with pytest.raises(UsageError, match="another conversation"):
+        talk.save(mine)
+
+
 def test_conversations_go_into_folders_of_their_own(tmp_path: Path, talk: Conversation) -> None:
     (tmp_path / "f").write_text("x")
     for place in (tmp_path, tmp_path / "f", tmp_path / "no" / "c"):
         with pytest.raises(UsageError):
             talk.save(place)
+    inside = talk.engine.checkpoint.folder / "c"
+    with pytest.raises(UsageError, match="in the model's folder"):
+        talk.save(inside)
+    assert not inside.exists()
     assert issubclass(Interrupted, BaseException) and not issubclass(Interrupted, K3Error)
