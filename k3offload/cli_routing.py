@@ -22,7 +22,7 @@ def add_to(group: typer.Typer) -> None:
     group.command("routing")(routing)
 
 
-@takes_how("prefix_dir", "prefix_disk", "sweep")
+@takes_how("prefix_dir", "prefix_disk", "sweep", "trace", "trace_with")
 def routing(
     how: How,
     model: Model,
