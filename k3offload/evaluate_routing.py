@@ -19,6 +19,7 @@ import numpy as np
 from .damage import held_out_text
 from .engine import Engine
 from .errors import UsageError
+from .generate import Done
 from .loading import open_engine
 from .routing_figures import (
     Balance,
@@ -187,7 +188,7 @@ def _record(
                 with engine.session() as session:
                     session.append(text[:PREFIX])
                     for event in session.generate(new, sampling):
-                        if isinstance(event, Failed):
+                        if isinstance(event, Done) and event.error is not None:
                             raise event.error
         recorder.close()
         return read_trace(folder)
