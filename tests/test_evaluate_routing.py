@@ -191,6 +191,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert code == 0 and out.count("one.txt") == 5 and "the 50% most used experts" in out
 
 
+def test_a_byte_order_mark_is_no_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plain, marked = tmp_path / "plain", tmp_path / "marked"
+    plain.write_text("And he said unto them")
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    command = ["evaluate", "routing", "nano", "--text", plain, "--text", marked]
+    code, out, err = call([*command, "--new", 2, "--seeds", 1, "--json"], capsys)
+    assert code == 0, err
+    one, two = json.loads(out)["kinds"]
+    assert one["counts"] == two["counts"]
+
+
 def test_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     one, same, bad = tmp_path / "one", tmp_path / "other" / "one", tmp_path / "bad"
