@@ -3,8 +3,8 @@
 A file has a JSON object a line, as ``benchmarks/`` writes them: facts of the machine, settings and
 figures.  Lines with the same benchmark and settings are repetitions of one another, and only those
 of both files are compared.  Settings are texts, truth values and whole numbers of a line itself;
-fractions are figures, and so is what ``MEASURED`` names, and every number further inside.  A list
-of numbers counts as its median.
+fractions are figures, but for those of ``FRACTIONS``, and so is what ``MEASURED`` names, and every
+number further inside.  A list of numbers counts as its median.
 
 The interval of a ratio is that of its bootstrap: each side's lines are drawn again, as many as
 there are, with replacement, and so often that the middle ``SURE`` of the ratios of medians can be
@@ -30,12 +30,14 @@ DRAWS: Final = 4000
 ENOUGH: Final = 4  #: lines; of fewer, chance alone parts two sides too often
 MEASURED: Final = re.compile(
     "bytes|rss|seconds|reads|sweeps|misses|hits|slots|rows_of_a_sweep|not_in_ram|distinct"
+    "|^late$|prefetch|resident"
 )
 #: what is said of a machine and a run, and is neither setting nor figure
 FACTS: Final = (
     "cpu", "commit", "date", "processors", "cgroup_processors", "cgroup_memory", "clean",
-    "background",
+    "background", "version", "path",
 )  # fmt: skip
+FRACTIONS: Final = ("cache", "save_every")  #: settings, though they are no whole numbers
 DIFFERS, SAME, FEW = "differs", "no difference seen", "too few lines"
 
 Line = dict[str, Any]
@@ -146,7 +148,8 @@ def _settings(line: Line) -> dict[str, Any]:
     return {
         name: value
         for name, value in line.items()
-        if name not in FACTS and (value is None or isinstance(value, str | bool | int))
+        if name not in FACTS and (value is None or isinstance(value, str | bool | int | float))
+        if not isinstance(value, float) or name in FRACTIONS
         if isinstance(value, str) or not MEASURED.search(name)
     }
 

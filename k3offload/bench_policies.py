@@ -63,16 +63,18 @@ def room(text: str, trace: Trace) -> Room:
     for part in text.split("+"):
         if part.strip().endswith("%"):
             try:
-                share = float(part.strip()[:-1]) / 100
-            except ValueError as error:
+                count = round(float(part.strip()[:-1]) / 100 * total)
+            except (ValueError, OverflowError) as error:  # nan, inf
                 raise UsageError(f"{part!r} is no share.", "Write it like 25%.") from error
-            count = round(share * total)
         else:
             count = parse_size(part) // trace.page_bytes
         slots.append(count)
-    if len(slots) > 2 or min(slots) < 1 or max(slots) > 10 * total:
+    said = f"The capacity {text!r} is {' and '.join(map(str, slots))} experts of {total}"
+    if max(slots) > 10 * total:
+        raise UsageError(f"{said}, more than ten times all of them.", "Give less.")
+    if len(slots) > 2 or min(slots) < 1:
         raise UsageError(
-            f"The capacity {text!r} is {' and '.join(map(str, slots))} experts of {total}.",
+            f"{said}.",
             "Give at least one, of one tier or of two: --capacity 25%, 64G or 8G+64G.",
         )
     return Room(text, tuple(slots))

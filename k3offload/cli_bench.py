@@ -17,6 +17,7 @@ from .find import find_model
 from .progress import Progress, write_out
 
 if TYPE_CHECKING:
+    from .bench_policies import Speeds
     from .bench_read import Comparison
 
 
@@ -62,9 +63,15 @@ def policies(
         list[str] | None,
         typer.Option(help="Like 25%, 64G, or 8G+64G for GPU and RAM; repeatable."),
     ] = None,
-    rate: Annotated[str, typer.Option(help="Bytes a second of the disk.")] = "6G",
-    latency: Annotated[float, typer.Option(help="Seconds until its first byte comes.")] = 1e-4,
-    layer: Annotated[float, typer.Option(help="Seconds of computing a layer takes.")] = 2e-3,
+    rate: Annotated[
+        str | None, typer.Option(help="Bytes a second of the disk, for predictors; 6G if unset.")
+    ] = None,
+    latency: Annotated[
+        float | None, typer.Option(help="Seconds until its first byte comes; 0.0001 if unset.")
+    ] = None,
+    layer: Annotated[
+        float | None, typer.Option(help="Seconds of computing a layer takes; 0.002 if unset.")
+    ] = None,
     rows: Annotated[int | None, typer.Option(help="Tokens of each trace; all if unset.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each.")] = False,
 ) -> None:
@@ -74,17 +81,16 @@ def policies(
     from .trace import read_trace
 
     at_least_one(("--rows", rows))
-    if latency < 0 or layer < 0 or parse_size(rate) <= 0:
-        raise UsageError("A time is below 0, or --rate is 0.", "Give seconds, and bytes a second.")
-    speeds = bench.Speeds()
-    disk = speeds.links[0]._replace(rate=float(parse_size(rate)), latency=latency)
-    speeds = bench.Speeds((disk, speeds.links[1]), speeds.pace._replace(layer=layer))
     some = bench.chosen_names("policy", policy, True)
     predictors = bench.chosen_names("predict", predictor, False)
+    timed = any(name != bench.NOTHING for name in predictors)
+    speeds = _speeds(bench.Speeds(), timed, rate, latency, layer)
     about = {"benchmark": "policies", "version": __version__, **facts()}
     with Progress() as progress:
         for path in traces:
             trace = read_trace(path, ["ahead", "latent"]).rows(slice(rows))
+            if not len(trace.best):
+                raise UsageError(f"{path} holds no tokens.", "Record a run that comes to its end.")
             rooms = [bench.room(text, trace) for text in capacity or bench.CAPACITIES]
             found = bench.compare(trace, rooms, some, predictors, speeds, progress.show)
             for number, line in enumerate(found):
@@ -93,6 +99,28 @@ def policies(
                     write_out(json.dumps({**about, "path": str(path), **line}))
                 else:
                     write_out("\n".join(_row(line, path if number == 0 else None)))
+
+
+def _speeds(
+    usual: Speeds, timed: bool, rate: str | None, latency: float | None, layer: float | None
+) -> Speeds:
+    """Raises ``UsageError`` for what is out of range, or means nothing where nothing is timed."""
+    given = {"--rate": rate, "--latency": latency, "--layer": layer}
+    for name, value in given.items():
+        if value is not None and not timed:
+            raise UsageError(f"{name} does nothing without a predictor.", "Give --predictor too.")
+    disk, pace = usual.links[0], usual.pace
+    if rate is not None:
+        disk = disk._replace(rate=float(parse_size(rate)))
+    if latency is not None:
+        disk = disk._replace(latency=latency)
+    if layer is not None:
+        pace = pace._replace(layer=layer)
+    if not (0 <= disk.latency < 1e9 and 0 <= pace.layer < 1e9 and disk.rate > 0):
+        raise UsageError(
+            "A time is below 0 or no number, or --rate is 0.", "Give seconds, and bytes a second."
+        )
+    return usual._replace(links=(disk, usual.links[1]), pace=pace)
 
 
 def _row(line: dict[str, Any], path: Path | None) -> list[str]:

@@ -69,7 +69,7 @@ def add_to(group: typer.Typer) -> None:
     group.command("cost")(cost)
 
 
-@takes_how("prefix_dir", "prefix_disk", charges=Charges, machine=Machine)
+@takes_how("prefix_dir", "prefix_disk", "trace", "trace_with", charges=Charges, machine=Machine)
 def cost(
     how: How,
     charges: Charges,

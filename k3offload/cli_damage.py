@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli_options import AsJson, Cache, Dtype, Model, Ram, Threads, at_least_one, read_text
+from .cli_open import read_text
+from .cli_options import AsJson, Cache, Dtype, Model, Ram, Threads, at_least_one
 from .config import show_size
 from .progress import Progress, loading_libraries, write_out
 
@@ -40,8 +41,8 @@ def damage(
 ) -> None:
     """Measure what a smaller precision of trunk or latents does to the answers of MODEL."""
     at_least_one(("--tokens", tokens))
-    words = None if text is None else read_text(text)
     with Progress() as progress:
+        words = None if text is None else read_text(text, progress)
         with loading_libraries(progress):
             from .damage import LOSSY, LOSSY_LATENTS
             from .damage import damage as measure

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import cli_cost, cli_operators, cli_routing
-from .cli_options import AsJson, How, Model, at_least_one, loading_options, read_text, takes_how
+from .cli_open import read_text
+from .cli_options import AsJson, How, Model, at_least_one, loading_options, takes_how
 from .config import show_size
 from .find import find_model, find_output
 from .plot_svg import line_chart, write_chart
@@ -53,8 +54,8 @@ def append(
 ) -> None:
     """Cost of a turn with the state kept, with shared prefixes, and with all computed again."""
     at_least_one(("--turns", turns), ("--user", user), ("--reply", reply))
-    place, words = _places(model, plot, text)
     with Progress() as progress:
+        place, words = _places(model, plot, text, progress)
         with loading_libraries(progress):
             from .evaluate_append import append as measure
         found = measure(
@@ -79,8 +80,8 @@ def recall(
 ) -> None:
     """Whether facts at the head, middle and tail of growing contexts are still known."""
     at_least_one(("--longest", longest), ("--trials", trials))
-    place, words = _places(model, plot, text)
     with Progress() as progress:
+        place, words = _places(model, plot, text, progress)
         with loading_libraries(progress):
             from .evaluate_recall import knee
             from .evaluate_recall import recall as measure
@@ -155,9 +156,9 @@ def recall_chart(found: list[Recall]) -> str:
                       doublings=True)  # fmt: skip
 
 
-def _places(model: str, plot: Path | None, text: Path | None) -> tuple[Path | None, str | None]:
+def _places(
+    model: str, plot: Path | None, text: Path | None, progress: Progress
+) -> tuple[Path | None, str | None]:
     """Where the chart goes, and the text.  Raises ``UsageError``."""
     place = None if plot is None else find_output(plot, find_model(model))
-    if text is None:
-        return place, None
-    return place, read_text(text)
+    return place, None if text is None else read_text(text, progress)

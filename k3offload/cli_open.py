@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,14 +72,14 @@ def open_model(
     from .plan_text import lowered, plan_lines
 
     given = loading_options(how)
-    memory = check_trace(how, model)
+    recording = check_trace(how, model)
     Options(**{k: v for k, v in given.items() if v is not None and k != "device"})
     sizes: dict[str, int | None] = {}
 
     def sized(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
         sizes.update(size(tokenizer, spec))
-        if memory:
-            sizes["extra"] = (sizes.get("extra") or 0) + memory
+        if recording is not None:
+            sizes["extra"] = (sizes.get("extra") or 0) + recording(spec, how.sweep, sizes)
         return sizes
 
     def say_plan(plan: Plan) -> None:
@@ -109,16 +109,26 @@ def open_model(
     return engine
 
 
-def check_trace(how: How, model: str) -> int:
-    """Bytes that recording will take; refuses a trace that cannot be, before anything is loaded."""
+def check_trace(
+    how: How, model: str
+) -> Callable[[ModelSpec, int | None, Mapping[str, int | None]], int] | None:
+    """Bytes that recording will take, by spec, ``--sweep`` and sizes of a run; None without it.
+    Refuses a trace that cannot be, before anything is loaded."""
     if how.trace is None:
         if how.trace_with:
             raise UsageError("--trace-with names no folder.", "Name it: --trace DIR.")
-        return 0
+        return None
     from .trace import new_folder
-    from .trace_record import MEMORY, check_parts
+    from .trace_record import check_parts, needed
 
-    check_parts(how.trace_with or ())
+    parts = how.trace_with or ()
+    check_parts(parts)
     refuse_in_model(how.trace, find_model(model))
     new_folder(how.trace)
-    return MEMORY
+
+    def taken(spec: ModelSpec, sweep: int | None, sizes: Mapping[str, int | None]) -> int:
+        sessions = sizes.get("sessions") or 1
+        rows = sessions * (sizes.get("context") or spec.context)
+        return needed(spec, parts, min(rows, sizes.get("sweep") or sweep or rows), sessions)
+
+    return taken

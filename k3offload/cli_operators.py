@@ -20,7 +20,7 @@ def add_to(group: typer.Typer) -> None:
 
 
 @takes_how("prefix_dir", "prefix_disk", "sweep", "latent_dtype", "predict", "policy", "latents",
-           "summaries", "scratch", "adaptive_backend")  # fmt: skip
+           "summaries", "scratch", "adaptive_backend", "trace", "trace_with")  # fmt: skip
 def operators(
     how: How,
     model: Model,

@@ -239,12 +239,8 @@ def at_least_one(*given: tuple[str, int | None]) -> None:
             raise UsageError(f"{name} is {value}.", "It must be at least 1.")
 
 
-def read_text(path: Path) -> str:
-    """A file of UTF-8 text.  Raises ``UsageError``."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is not UTF-8: byte {error.start} cannot be read.",
-            "Convert it first (iconv -t UTF-8).",
-        ) from error
+def not_below_0(*given: tuple[str, int | None]) -> None:
+    """Raise ``UsageError`` for a number below 0."""
+    for name, value in given:
+        if value is not None and value < 0:
+            raise UsageError(f"{name} is {value}.", "Give 0 or more.")

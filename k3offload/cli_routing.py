@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli_options import AsJson, How, Model, at_least_one, loading_options, read_text, takes_how
+from .cli_open import read_text
+from .cli_options import AsJson, How, Model, at_least_one, loading_options, takes_how
 from .errors import UsageError
 from .progress import Progress, loading_libraries, write_out
 from .rates import ASSUMED_DISK
@@ -22,7 +23,7 @@ def add_to(group: typer.Typer) -> None:
     group.command("routing")(routing)
 
 
-@takes_how("prefix_dir", "prefix_disk", "sweep")
+@takes_how("prefix_dir", "prefix_disk", "sweep", "trace", "trace_with")
 def routing(
     how: How,
     model: Model,
@@ -50,10 +51,10 @@ def routing(
         raise UsageError(f"--held is {held}.", "It must be from 0 to 1.")
     if not 0 < disk_gbps < 1e9:
         raise UsageError(f"--disk-gbps is {disk_gbps}.", "It must be more than 0.")
-    texts = None if not text else {path.name: read_text(path) for path in text}
-    if text and texts is not None and len(texts) < len(text):
+    if text and len({path.name for path in text}) < len(text):
         raise UsageError("Two texts have the same name.", "Rename one: kinds go by file names.")
     with Progress() as progress:
+        texts = None if not text else {path.name: read_text(path, progress) for path in text}
         with loading_libraries(progress):
             from .evaluate_routing import routing as measure
             from .options import Watch

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli_options import AsJson, at_least_one
+from .cli_options import AsJson, at_least_one, not_below_0
 from .config import parse_size, show_size
 from .errors import UsageError
 from .progress import Progress, write_out
+from .session_manifest import refuse_in_model
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -33,7 +35,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _group() -> None:
-    """Traces of routing; generate, batch and logits record one with --trace DIR."""
+    """Traces of routing; generate, batch, chat and logits record one with --trace DIR."""
 
 
 def info(trace: Place, as_json: AsJson = False) -> None:
@@ -65,6 +67,7 @@ def import_(
     from .trace_import import import_trace
 
     at_least_one(("--experts", experts))
+    _out_of_models(out)
     _write(out, import_trace(file, experts, parse_size(page_bytes)))
 
 
@@ -84,7 +87,6 @@ def make(
     link: Annotated[float, typer.Option(help="Those that the layer above points to.")] = 0.0,
 ) -> None:
     """Make a trace of one KIND of routing that no model made."""
-    from .trace import new_folder
     from .trace_like import Likeness, drawn
     from .trace_made import PATTERNS, Size, pattern, trace_of
 
@@ -94,9 +96,10 @@ def make(
             f"{tokens} tokens choose {top_k} of {experts} experts.",
             "Take 5 tokens or more, and more than four times as many experts as are chosen.",
         )
-    new_folder(out)
+    not_below_0(("--seed", seed))
     size, likeness = Size(layers, experts, top_k), Likeness(skew, topic, short, long, link)
     if kind == "drawn":
+        _new(out)
         _write(out, drawn(likeness, size, [tokens], seed, parse_size(page_bytes)))
         return
     if kind not in PATTERNS or any(likeness):
@@ -105,6 +108,7 @@ def make(
             f"There is no such pattern as {kind!r}.",
             f"Use {known}; --skew and so on with the last.",
         )
+    _new(out)
     made = pattern(kind, tokens, size, seed)
     _write(out, trace_of(made, experts, seed, parse_size(page_bytes)))
 
@@ -117,12 +121,16 @@ def like(
     as_json: AsJson = False,
 ) -> None:
     """Make a trace like TRACE: fitted to the first half of its sequences."""
-    from .trace import new_folder, read_trace
+    from .trace import read_trace
     from .trace_like import drawn_like
 
     at_least_one(("--tokens", tokens))
-    new_folder(out)
-    found, report = drawn_like(read_trace(trace, []), tokens, seed)
+    not_below_0(("--seed", seed))
+    recorded = read_trace(trace, [])
+    if not len(recorded.best):
+        raise UsageError(f"{trace} holds no tokens.", "Record a run that comes to its end.")
+    _new(out)
+    found, report = drawn_like(recorded, tokens, seed)
     _write(out, found)
     if as_json:
         write_out(json.dumps(report))
@@ -134,6 +142,21 @@ def like(
         f"{report['held_out_farthest']:.2%} on the held-out half\n"
         + ", ".join(f"{name} {value:g}" for name, value in report["likeness"].items())
     )
+
+
+def _new(out: Path) -> None:
+    """Refuses a folder that cannot be, once all else is known to be right."""
+    from .trace import new_folder
+
+    _out_of_models(out)
+    new_folder(out)
+
+
+def _out_of_models(out: Path) -> None:
+    real = Path(os.path.realpath(out))
+    for home in (real, *real.parents):
+        if (home / "config.json").is_file():
+            refuse_in_model(out, home)
 
 
 def _write(out: Path, trace: Trace) -> None:

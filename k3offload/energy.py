@@ -2,18 +2,22 @@
 
 The kernel's powercap files (RAPL) count processor packages and memory, NVIDIA's library counts each
 GPU.  Both count the whole package or card, whoever used it.  What cannot be read has a reason.
+Counters of a processor begin again, after a quarter of an hour of hard work, so they are read all
+the while.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 POWERCAP: Final = Path("/sys/class/powercap")
 CPU, GPU = "cpu", "gpu"
+EVERY = 20.0  #: seconds between two looks at a counter: no package takes 3 kW
 _COUNTED: Final = ("package", "dram")  #: zones that do not hold one another
 
 
@@ -36,15 +40,45 @@ class Energy:
 
 
 class Meter:
-    """Counts from its making on.  ``gpu``: the UUID of the card in use, None without one."""
+    """Counts from its making on, until it is closed.  ``gpu``: the UUID of the card in use, None
+    without one."""
 
     def __init__(self, gpu: str | None = None, root: Path | None = None) -> None:
         self._missing: list[str] = []
-        self._zones, self._begin = self._opened(root or POWERCAP)
+        self._zones, self._last = self._opened(root or POWERCAP)
+        self._used, self._lock = [0] * len(self._zones), threading.Lock()
+        self._closed = threading.Event()
         self._card = None if gpu is None else _card(gpu)
         if isinstance(self._card, str):
             self._missing.append(self._card)
         self._card_begin = self._card.read() if isinstance(self._card, _Card) else None
+        if self._zones:
+            threading.Thread(target=self._watch, name="k3-energy", daemon=True).start()
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Look at no counter any more."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(EVERY):
+            try:
+                self._count()
+            except (OSError, ValueError):
+                return  # ``read`` will meet it too
+
+    def _count(self) -> None:
+        """Add what was used since the last time."""
+        with self._lock:
+            for i, zone in enumerate(self._zones):
+                now = zone.read()
+                self._used[i] += (now - self._last[i]) % (zone.span + 1)
+                self._last[i] = now
 
     def _opened(self, root: Path) -> tuple[list[_Zone], list[int]]:
         zones, begin = [], []
@@ -71,11 +105,8 @@ class Meter:
         """What was used since the meter was made."""
         joules = {}
         if self._zones:
-            used = [
-                (zone.read() - before) % (zone.span + 1)
-                for zone, before in zip(self._zones, self._begin, strict=True)
-            ]
-            joules[CPU] = sum(used) / 1e6
+            self._count()
+            joules[CPU] = sum(self._used) / 1e6
         if isinstance(self._card, _Card) and self._card_begin is not None:
             now = self._card.read()
             if now is not None:

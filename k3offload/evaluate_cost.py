@@ -140,9 +140,10 @@ def _phase(
 def _counted(engine: Engine) -> Iterator[_Run]:
     """Fill in what the block took."""
     found, before = _Run(), _reads(engine)
-    meter, begin = Meter(_gpu(engine)), time.perf_counter()
-    yield found
-    found.seconds, found.energy = time.perf_counter() - begin, meter.read()
+    with Meter(_gpu(engine)) as meter:
+        begin = time.perf_counter()
+        yield found
+        found.seconds, found.energy = time.perf_counter() - begin, meter.read()
     for tier, kinds in _reads(engine).items():
         used = {kind: size - before[tier].get(kind, 0) for kind, size in kinds.items()}
         found.bytes[tier] = {kind: size for kind, size in used.items() if size}

@@ -1,7 +1,7 @@
 """How evenly a model uses its experts, for texts of several kinds, and what skew costs.
 
 Every text is prefilled once, and the beginning of it is gone on with by sampling, once for each
-seed.  What the routers chose is recorded (``trace_record.py``); the figures are those of
+seed.  What the routers chose is recorded (``trace_rows.py``); the figures are those of
 ``routing_figures.py``.  Only routing is looked at: what the model says is thrown away.
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 from .damage import held_out_text
 from .engine import Engine
 from .errors import UsageError
+from .generate import Done
 from .loading import open_engine
 from .routing_figures import (
     Balance,
@@ -37,7 +38,7 @@ from .sampling import Sampling
 from .spec import ModelSpec
 from .tokenizer import Tokenizer
 from .trace import Trace, read_trace
-from .trace_record import Recorder
+from .trace_rows import Recorder
 
 EVEN_LAYERS: Final = 8  #: layers whose routers choose at random, for comparison
 PREFIX: Final = 64  #: tokens of a text that sampling goes on from, at most
@@ -186,8 +187,9 @@ def _record(
                 sampling = Sampling(temperature=1.0, seed=drawn, ignore_end=True)
                 with engine.session() as session:
                     session.append(text[:PREFIX])
-                    for _ in session.generate(new, sampling):
-                        pass
+                    for event in session.generate(new, sampling):
+                        if isinstance(event, Done) and event.error is not None:
+                            raise event.error
         recorder.close()
         return read_trace(folder)
 

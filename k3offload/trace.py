@@ -36,6 +36,7 @@ Further arrays, each only where it was asked for, with what it adds to these 55 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -54,7 +55,8 @@ from .session_manifest import need_zarr
 
 FORMAT, VERSION = "k3offload trace", 2
 CHUNK: Final = 256 << 10  #: bytes of a chunk of ``best`` and ``codes``, about, before compression
-ROWS: Final = (64, 4096)  #: of a chunk, at least and at most
+ROWS: Final = (64, 4096)  #: of a chunk, at least and at most, but for
+LARGEST: Final = 4 << 20  #: bytes of all chunks of the same rows, at most, about
 EVENTS: Final = 1 << 14  #: of a chunk
 PARTS: Final = ("ahead", "latent", "margin", "mixing", "tiers")  #: that may be asked for
 Array = npt.NDArray[Any]
@@ -159,12 +161,14 @@ class Writer:
         import zarr
 
         depth, wide = len(layers), min(top_k + near, experts)
-        self._step = int(np.clip(CHUNK // (3 * depth * wide), *ROWS))
         rows = {"best": ((depth, wide), "u2"), "codes": ((depth, wide), "u1"), "decode": ((), "?")}
         rows |= dict.fromkeys(("sweep", "sequence", "position"), ((), "i4")) | dict(more or {})
+        row = sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in rows.values())
+        step = int(np.clip(CHUNK // (3 * depth * wide), *ROWS))
+        self.step = max(1, min(step, LARGEST // row))  #: rows of a chunk
         every = {name: ((), kind) for name, kind in EVENT.items()} if events else {}
         self._group = zarr.create_group(self.folder, zarr_format=3, overwrite=True)
-        self._row = _Growing(self._group, "rows", rows, self._step)
+        self._row = _Growing(self._group, "rows", rows, self.step)
         self._event = _Growing(self._group, "events", every, EVENTS)
         if order is None:
             order = np.tile(np.arange(experts, dtype=np.uint16), (depth, 1))
@@ -177,11 +181,6 @@ class Writer:
                 "rows": 0, "events": 0,
             }
         )  # fmt: skip
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that wait in memory."""
-        return self._row.nbytes + self._event.nbytes
 
     def append(self, **arrays: Array) -> None:
         """Rows of all arrays, any number of them."""
@@ -216,7 +215,7 @@ class _Growing:
 
         self._group, self._name, self._step, self._done = group, name, step, 0
         self._waiting: dict[str, list[Array]] = {key: [] for key in arrays}
-        self._count = self.nbytes = 0
+        self._count = 0
         # chunks that are all 0 are written too: one that is missing is damage
         self._arrays = {
             key: group.create_array(
@@ -230,7 +229,6 @@ class _Growing:
         assert arrays.keys() == self._waiting.keys(), arrays.keys() ^ self._waiting.keys()
         for key, array in arrays.items():
             self._waiting[key].append(array)
-            self.nbytes += array.nbytes
         self._count += len(array)
         if self._count >= self._step:
             self.flush(self._step)
@@ -243,10 +241,9 @@ class _Growing:
         for key, array in self._arrays.items():
             whole = np.concatenate(self._waiting[key])
             array.resize((self._done + count, *array.shape[1:]))
-            array[self._done :] = whole[:count].astype(array.dtype)
+            array[self._done :] = whole[:count].astype(array.dtype, copy=False)
             self._waiting[key] = [whole[count:].copy()]
         self._done, self._count = self._done + count, self._count - count
-        self.nbytes = sum(part[0].nbytes for part in self._waiting.values())
         self._group.attrs[self._name] = self._done  # from here on it is part of the trace
 
 

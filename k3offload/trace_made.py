@@ -1,6 +1,6 @@
 """Traces that no engine recorded: routings without structure, or made to hurt some policy.
 
-Knows traces and numbers, no engine.  ``trace_fit.py`` makes routing that is like a recorded one.
+Knows traces and numbers, no engine.  ``trace_like.py`` makes routing that is like a recorded one.
 """
 
 from __future__ import annotations

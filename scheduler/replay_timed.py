@@ -3,7 +3,7 @@
 Here the store, the schedule, the policy and the predictor are the live ones; only the tier below
 is not real (``replay_tiers.py``).  With a log of when reads ended, everything happens as it did in
 the run; in modelled time it is close, and with predictor ``none`` no byte depends on time at all.
-What prompts read ahead (``Schedule.read_on``) is known from a log only.
+What prompts and crowds that decode read ahead (``Schedule.read_on``) is known from a log only.
 """
 
 from __future__ import annotations
@@ -111,11 +111,11 @@ def _as_logged(
     step: Step,
     guessed: Guessed,
 ) -> None:
-    """Ask where the run asked, and read ahead where a prompt did."""
+    """Ask where the run asked, and read on where it did."""
     log.settle()
     if log.next()[0] == Event.ASKED:
         _ask(schedule, run, step, guessed)
     else:
         pages = log.guesses()
         if pages is not None:
-            store.prefetch(pages)
+            store.prefetch(pages, sure=True)

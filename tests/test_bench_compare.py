@@ -260,3 +260,38 @@ def test_result_lines_say_whether_they_are_clean(
     assert line["clean"] == (not line["background"]["reasons"])
     (kind,) = compare(file, file).kinds
     assert kind.settings == {"benchmark": "x"} and len(kind.figures) == 1
+
+
+def test_settings_that_are_fractions(tmp_path: Path) -> None:
+    """A share of the experts in the cache is chosen, not measured."""
+    prompt = "stream_prompt"
+    few = runs([1.0] * 4, benchmark=prompt, cache=0.1)
+    many = runs([9.0] * 4, benchmark=prompt, cache=0.5)
+    found = compare(wrote(tmp_path / "a", few + many), wrote(tmp_path / "b", few))
+    (kind,) = found.kinds
+    assert kind.settings["cache"] == 0.1 and kind.a.lines == 4
+    assert kind.figures[0].a == 1.0
+    assert [one["cache"] for one in found.only_a] == [0.5]
+
+
+def test_replays_of_other_versions_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = Path(__file__).with_name("golden") / "routing_natural.zip"
+    command = ["bench", "policies", trace, "--rows", 60, "--capacity", "25%", "--json"]
+    code, out, _ = call([*command, "--policy", "lru", "--predictor", "repeat"], capsys)
+    assert code == 0
+    line = json.loads(out)
+    other = {**line, "version": "9", "path": "elsewhere"}
+    for name in ("late", "misses", "hits", "resident", "prefetches", "prefetched_in_time", "bytes"):
+        other[name] += 1
+    found = compare(wrote(tmp_path / "a", [line]), wrote(tmp_path / "b", [other]))
+    (kind,) = found.kinds
+    assert not found.only_a and kind.settings["trace"] == line["trace"]
+    figures = {one.name for one in kind.figures}
+    assert {"late", "prefetches", "resident", "prefetched_in_time", "bytes"} <= figures
+    lines = [{**line, "latent_dtype": kind, "latents": n} for kind, n in ((None, 5), (None, 6))]
+    for one, name in zip(lines, ("c", "d"), strict=True):
+        wrote(tmp_path / name, [one])
+    with pytest.raises(UsageError, match="with other settings"):
+        compare(tmp_path / "c", tmp_path / "d")

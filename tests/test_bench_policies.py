@@ -102,7 +102,15 @@ def test_a_new_policy_appears_by_itself(tmp_path: Path, monkeypatch: pytest.Monk
         (["--capacity", "x%"], "'x%' is no share"),
         (["--capacity", "0%"], "0 experts of 336"),
         (["--capacity", "1k+2k+3k"], "one tier or of two"),
-        (["--latency", "-1"], "below 0"),
+        (["--latency", "-1", "--predictor", "repeat"], "below 0"),
+        (["--layer", "nan", "--predictor", "repeat"], "no number"),
+        (["--rate", "0", "--predictor", "repeat"], "--rate is 0"),
+        (["--rate", "1G"], "--rate does nothing without a predictor"),
+        (["--latency", "1"], "--latency does nothing without a predictor"),
+        (["--layer", "1", "--predictor", "none"], "--layer does nothing without a predictor"),
+        (["--capacity", "nan%"], "'nan%' is no share"),
+        (["--capacity", "inf%"], "'inf%' is no share"),
+        (["--capacity", "2000%"], "6720 experts of 336, more than ten times"),
         (["--rows", "0"], "--rows is 0"),
     ],
 )
@@ -112,6 +120,41 @@ def test_refused(
     made(tmp_path / "t", 20)
     code, out, err = call(["bench", "policies", tmp_path / "t", *given], capsys)
     assert code == 2 and said in err and not out
+
+
+def test_a_trace_without_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path / "t", made(tmp_path / "u", 20).rows(slice(0)))
+    for command in (["bench", "policies", tmp_path / "t"],
+                    ["trace", "like", tmp_path / "t", "-o", tmp_path / "v"]):  # fmt: skip
+        code, out, err = call(command, capsys)
+        assert code == 2 and "holds no tokens" in err and not out
+    assert call(["trace", "info", tmp_path / "t"], capsys)[0] == 0
+    assert not (tmp_path / "v").exists()
+
+
+def test_what_is_refused_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(tmp_path / "t", 20)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    rows = tmp_path / "rows.csv"
+    rows.write_text("sequence,position,layer,experts\n0,0,1,2 3\n")
+    make, like = ["trace", "make", "scan"], ["trace", "like", tmp_path / "t"]
+    for command, out, said in (
+        (["trace", "make", "odd"], "u", "no such pattern as 'odd'"),
+        ([*make, "--seed", -1], "u", "--seed is -1"),
+        ([*make[:2], "drawn", "--seed", -1], "u", "--seed is -1"),
+        ([*like, "--seed", -1], "u", "--seed is -1"),
+        (["trace", "like", tmp_path / "none"], "u", "no routing trace"),
+        (make, "model/u", "in the model's folder"),
+        (like, "model/u", "in the model's folder"),
+        (["trace", "import", rows], "model/u", "in the model's folder"),
+    ):
+        code, _, err = call([*command, "-o", tmp_path / out], capsys)
+        assert code == 2 and said in err, (command, err)
+        assert not (tmp_path / out).exists(), command
+    assert call(["trace", "import", rows, "-o", tmp_path / "u"], capsys)[0] == 0
 
 
 def test_trace_make_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import typer
 
+from k3offload.cli import app
 from k3offload.trace import read_trace
 from tests.helpers_engine import call
 
@@ -42,3 +46,24 @@ def test_trace(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert code == 2 and "names no folder" in err
     code, _, err = call([*arguments[:-1], tmp_path / "u", "--trace-with", "all"], capsys)
     assert code == 2 and "no part 'all'" in err
+
+
+def commands(group: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    for part, one in group.commands.items():
+        if hasattr(one, "commands"):
+            yield from commands(one, f"{name}{part} ")
+        else:
+            yield name + part, one
+
+
+def test_who_offers_to_record_does() -> None:
+    """``open_model`` records; a command that opens engines otherwise would leave --trace out."""
+    offered, named = set(), set()
+    for name, command in commands(typer.main.get_command(app)):
+        options = {option for param in command.params for option in param.opts}
+        if "--trace" in options or "--trace-with" in options:
+            offered.add(name)
+            assert {"--trace", "--trace-with"} <= options, name
+        if "open_model" in inspect.unwrap(command.callback).__code__.co_names:
+            named.add(name)
+    assert offered == named == {"generate", "chat", "batch", "logits"}

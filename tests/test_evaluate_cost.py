@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +55,33 @@ def test_packages_and_memory_are_counted_once(tmp_path: Path) -> None:
         "intel-rapl__0__1": ("dram", 50, 10**9), "intel-rapl__2": ("psys", 7, 10**9)},
     )  # fmt: skip
     meter = Meter(root=root)
+    meter.close()
     for zone, now in (("0", 1_000_100), ("1", 499_999), ("0:0", 10**8), ("0:1", 250_050),
                       ("2", 10**8)):  # fmt: skip
         (root / f"intel-rapl:{zone}" / "energy_uj").write_text(str(now))
     found = meter.read()
     # a joule, one that went round, and a quarter; core is part of a package, psys holds all
     assert found.joules == {CPU: pytest.approx(1.0 + 0.5 + 0.25)} and not found.missing
+
+
+def test_a_counter_that_goes_round_more_than_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(energy, "EVERY", 0.002)
+    root = rapl(tmp_path, **{"intel-rapl__0": ("package-0", 0, 999_999)})
+    counter = root / "intel-rapl:0" / "energy_uj"
+    with Meter(root=root) as meter:
+        for now in (600_000, 200_000, 800_000, 400_000):  # 0.6 J each time
+            counter.with_name("next").write_text(str(now))
+            counter.with_name("next").replace(counter)
+            late = time.monotonic() + 10
+            while meter._last != [now] and time.monotonic() < late:
+                time.sleep(0.001)
+        assert meter.read().joules == {CPU: pytest.approx(2.4)}
+    for thread in threading.enumerate():
+        if thread.name == "k3-energy" and thread is not threading.current_thread():
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_what_cannot_be_read_has_a_reason(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k3offload.evaluate_routing import PREFIX, made_up_texts, routing
+from k3offload.errors import ReadError
+from k3offload.evaluate_routing import PREFIX, _record, made_up_texts, routing
 from k3offload.loading import load
 from k3offload.routing_figures import (
     balance,
@@ -22,6 +23,9 @@ from k3offload.routing_figures import (
     shared_top,
     uniform_balance,
 )
+from k3offload.tiers.base import PageId
+from k3offload.trace import Trace
+from tests.helpers_broken import Broken
 from tests.helpers_engine import call
 
 LAYERS, EXPERTS, TOP_K = 3, 20, 4
@@ -187,6 +191,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert code == 0 and out.count("one.txt") == 5 and "the 50% most used experts" in out
 
 
+def test_a_byte_order_mark_is_no_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plain, marked = tmp_path / "plain", tmp_path / "marked"
+    plain.write_text("And he said unto them")
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    command = ["evaluate", "routing", "nano", "--text", plain, "--text", marked]
+    code, out, err = call([*command, "--new", 2, "--seeds", 1, "--json"], capsys)
+    assert code == 0, err
+    one, two = json.loads(out)["kinds"]
+    assert one["counts"] == two["counts"]
+
+
 def test_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     one, same, bad = tmp_path / "one", tmp_path / "other" / "one", tmp_path / "bad"
@@ -205,3 +220,26 @@ def test_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ):
         code, _, err = call(["evaluate", "routing", "nano", *arguments], capsys)
         assert code == 2 and words in err, err
+
+
+def test_an_answer_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert that cannot be read, which only sampled tokens ask for."""
+    text = "In the beginning God"
+
+    def recorded() -> Trace:
+        with load("nano", context=128) as engine:
+            if lost is not None:
+                broken.lose(engine.checkpoint, lost)
+            tokens = engine.encode(text)[:4]
+            return _record(engine, [tokens], 40, range(1), lambda text: None)
+
+    lost, broken = None, Broken(monkeypatch)
+    trace = recorded()
+    prompt, sampled = (trace.chosen[trace.decode == decode] for decode in (False, True))
+    lost = next(
+        PageId(int(layer), int(expert))
+        for place, layer in enumerate(trace.layers)
+        for expert in sorted(set(sampled[:, place].flat) - set(prompt[:, place].flat))
+    )
+    with pytest.raises(ReadError):
+        recorded()

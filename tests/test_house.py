@@ -41,7 +41,7 @@ GROUPS = {
     "options plan_text spilling turns warmup",
     "edge": "bench_compare bench_read check inspect kernels_offline make_tiny plot_svg progress "
     "report routing_figures",
-    "trace": "trace trace_import trace_like trace_made trace_record",
+    "trace": "trace trace_import trace_like trace_made trace_record trace_rows",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "cost_table device_report doctor doctor_system forecast forecast_device measure "
     "plan_report rates",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import k3offload
 from k3offload import registry
 from k3offload.errors import UsageError
 from k3offload.scheduler.counts import Counts
+from k3offload.scheduler.lease import Event
 from k3offload.scheduler.replay import replay
 from k3offload.scheduler.replay_tiers import Link, LoggedTier, ModelTier, log_of
 from k3offload.scheduler.replay_timed import Pace, replay_timed
@@ -31,14 +33,22 @@ def predictor(name: str, trace: Trace) -> Any:
 
 
 def live(
-    folder: Path, policy: str, slots: int, predict: str = "none", parts: tuple[str, ...] = ()
+    folder: Path,
+    policy: str,
+    slots: int,
+    predict: str = "none",
+    parts: tuple[str, ...] = (),
+    *,
+    context: int = 256,
+    sweep: int = 64,
+    times: int = 2,
 ) -> tuple[Counts, int, Trace]:
     """Two sequences side by side: prompts, rows that decode alone and together."""
     how: dict[str, Any] = {"cache": slots * PAGE, "policy": policy, "predict": predict}
-    with k3offload.load("nano", context=256, sweep=64, sessions=2, **how) as engine:
+    with k3offload.load("nano", context=context, sweep=sweep, sessions=2, **how) as engine:
         record(engine, folder, parts)
         with engine.session() as one, engine.session() as two:
-            one.append(TEXT * 2)
+            one.append(TEXT * times)
             two.append("And Jesus said unto him,")
             engine.advance([one, two])
             for i in range(24):
@@ -92,3 +102,19 @@ def test_with_a_log_of_arrivals_replay_is_the_engine(
     assert model.requests == counts.requests
     if near:
         assert abs(model.bytes - counts.bytes) < near * counts.bytes
+
+
+def test_a_long_sweep_that_reads_on_replays_to_the_engine_s_counts(tmp_path: Path) -> None:
+    """What a prompt is sure of has twice the room of a guess."""
+    counts, slots, trace = live(
+        tmp_path / "t", "lru", 40, "router", ("tiers", "ahead"), context=512, sweep=512, times=14
+    )
+    assert (trace.sweep == 0).sum() > 300
+    calls = np.flatnonzero(trace.events["event_kind"] == Event.GUESS)
+    begun = [g.tolist().count(Event.PREFETCH)
+             for g in np.split(trace.events["event_kind"], calls)]  # fmt: skip
+    assert max(begun) > slots // 4  # more than a guess may
+    tier = LoggedTier(PAGE, log_of(trace.events))
+    made = policy("lru", slots), predictor("router", trace)
+    replayed = replay_timed(trace.leases(), *made, slots, tier, guessed=trace.guessed)
+    assert replayed == counts

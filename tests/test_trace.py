@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,19 @@ import torch
 import k3offload
 from k3offload import trace
 from k3offload.errors import UsageError
+from k3offload.find import find_model
 from k3offload.kernels.attnres_reference import attnres
 from k3offload.scheduler.hints import CHOSEN, NEAR, quantise
 from k3offload.scheduler.lease import Event
 from k3offload.scheduler.sweep import Group, Span, pack
+from k3offload.spec import ModelSpec
 from k3offload.trace import Trace, Writer, read_trace
 from k3offload.trace_made import plain, write_trace
-from k3offload.trace_record import Recorder, record
+from k3offload.trace_record import needed, record
+from k3offload.trace_rows import Recorder
 
 LAYERS, EXPERTS, TOP_K = (1, 2, 4), 12, 2
+SPARE = 10 << 20  #: of what is planned for recording, for what is not counted by Python
 
 
 def recorder(folder: Path, **parts: Any) -> Recorder:
@@ -138,11 +144,11 @@ def test_memory_is_bounded_and_a_kill_loses_one_chunk(
 ) -> None:
     """What is on the disk is readable at any time: here after every sweep, nothing closed."""
     monkeypatch.setattr(trace, "ROWS", (8, 8))
-    monkeypatch.setattr("k3offload.trace_record.RAW", 600)
+    monkeypatch.setattr("k3offload.trace_rows.RAW", 600)
     r = recorder(tmp_path / "t")
     for position in range(40):
         sweep(r, [Span(position, 1, True)])
-        assert r._bytes < 600 and r.writer.nbytes < 1000
+        assert r._bytes < 600
         found = read_trace(tmp_path / "t").position.tolist()
         assert found == list(range(len(found))) and position - len(found) < 12
     r.close()
@@ -254,3 +260,86 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(
             assert session.logits().shape
     assert len(said) == 1 and "ends here: No space left" in said[0]
     assert len(read_trace(tmp_path / "t").best) == 0
+
+
+def test_a_full_disk_ends_what_hears_the_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Recorder] = []
+    monkeypatch.setattr(Recorder, "drop", _noting(Recorder.drop, heard))
+    monkeypatch.setattr("k3offload.trace_rows.RAW", 1)  # every sweep is written
+
+    def full(*given: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with k3offload.load("nano", context=128, cache="500k") as engine:
+        assert engine.store is not None
+        before = engine.store.watch
+        engine.warn = lambda text: None
+        record(engine, tmp_path / "t", ["tiers"])
+        assert engine.store.watch is not before
+        monkeypatch.setattr(Writer, "append", full)
+        with engine.session() as session:
+            session.append([1, 2, 3])
+            session.logits()
+            assert engine.store.watch is before and len(heard) == 1
+            requests = engine.store.counts.requests
+            session.append([4, 5])
+            session.logits()
+            assert engine.store.counts.requests > requests
+            assert not heard[0]._events and not heard[0]._waiting
+
+
+def _noting(method: Any, heard: list[Any]) -> Any:
+    def noted(self: Any) -> None:
+        heard.append(self)
+        method(self)
+
+    return noted
+
+
+@pytest.mark.parametrize("how", ["a prompt", "a few", "a crowd"])
+def test_recording_takes_no_more_than_is_planned(how: str, tmp_path: Path) -> None:
+    """Two sweeps: of a long prompt, of a few rows that decode, whose many scores wait, and of more
+    of them than that."""
+    deep, experts, top_k, latent = 24, 4096 if how == "a few" else 96, 8, 512
+    spans = {
+        "a prompt": [Span(0, 3000, False)],
+        "a few": [Span(7, 1, True)] * 63,
+        "a crowd": [Span(7, 1, True)] * 400,
+    }[how]
+    nano = ModelSpec.load(find_model("nano"))
+    assert nano.moe is not None
+    moe = dataclasses.replace(nano.moe, experts=experts, top_k=top_k, latent=latent)
+    layers = [dataclasses.replace(nano.layers[1], index=i, ffn="moe") for i in range(deep)]
+    spec = dataclasses.replace(nano, moe=moe, layers=tuple(layers))
+    assert len(spec.moe_layers) == deep
+    parts, groups = ("ahead", "latent", "margin"), pack(spans)
+    rows = groups[-1].end
+    scores = torch.rand(rows, experts, generator=torch.Generator().manual_seed(0))
+    chosen = torch.topk(scores, top_k).indices
+    decoding = 1 if how == "a prompt" else rows
+    planned = needed(spec, parts, rows, decoding)
+    r = Recorder(
+        tmp_path / "t", range(deep), experts, top_k, ahead=True, latent=latent, margin=True
+    )
+    tracemalloc.start()
+    try:
+        for _ in range(2):
+            for layer in range(deep):
+                if how != "a prompt":
+                    r.on_ahead(
+                        layer - 1, layer, scores.numpy(), np.ones((rows, latent), np.float32)
+                    )
+                for group in groups:
+                    own = group.rows
+                    r.on_route(layer, group, chosen[own], torch.ones(1), scores[own])
+        r.close()
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < planned - SPARE, f"{most / 1e6:.0f} MB of {planned / 1e6:.0f}"
+    found = read_trace(tmp_path / "t", ["ahead", "margin"])
+    assert len(found.best) == 2 * rows
+    assert (found.chosen == np.sort(chosen.numpy()).astype(np.uint16)[None, :, None].repeat(
+        2, 0).reshape(2 * rows, 1, top_k)).all()  # fmt: skip
