@@ -50,9 +50,13 @@ def line_chart(
         )
 
     parts = [*_paper(title, x_name, y_name), *_rules(low, high)]
+    free = 0.0
     for x in xs[:: max(1, -(-len(xs) // 8))]:
         across, _ = at(x, low)
-        parts.append(_text(across, _HEIGHT - _BOTTOM + 20, f"{x:,.6g}", anchor="middle"))
+        label = f"{x:,.6g}"
+        if across - 4 * len(label) >= free:
+            parts.append(_text(across, _HEIGHT - _BOTTOM + 20, label, anchor="middle"))
+            free = across + 4 * len(label) + 4
     for number, (name, some) in enumerate(series.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         line = " ".join("{},{}".format(*at(x, y)) for x, y in some)
@@ -175,10 +179,10 @@ def lane_chart(
 
 
 def _joined(some: Sequence[tuple[float, float]], scale: float) -> list[tuple[float, float]]:
-    """``some`` in pixels: at least half a pixel wide, joined where less lies between them."""
+    """``some`` in pixels: at least one wide, joined where less than half of one lies between."""
     found: list[tuple[float, float]] = []
     for begin, end in some:
-        a, b = begin * scale, max(end * scale, begin * scale + 0.5)
+        a, b = begin * scale, max(end * scale, begin * scale + 1)
         if found and a - found[-1][1] < 0.5:
             found[-1] = found[-1][0], max(b, found[-1][1])
         else:

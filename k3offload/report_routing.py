@@ -97,7 +97,7 @@ def policy_figures(page: Page, lines: Sequence[dict[str, Any]]) -> None:
     size: dict[str, list[tuple[float, float]]] = {}
     bounds: dict[float, dict[str, int]] = {}
     for line in lines:
-        x = 100 * line["slots"] / line["pages"]
+        x = round(100 * line["slots"] / line["pages"], 1)
         name = line["policy"]
         hits.setdefault(name, []).append((x, 100 * line["hits"] / line["requests"]))
         size.setdefault(name, []).append((x, line["bytes"] / 1e9))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import k3offload
 from k3offload import registry
 from k3offload.report_page import Page
 from k3offload.report_routing import mixing_map
@@ -114,11 +115,13 @@ def test_experts_are_those_of_counting(page: Read) -> None:
 def test_mixing_and_margins_are_those_recorded(page: Read) -> None:
     trace = read_trace(recorded())
     mixing, name = trace.more["mixing"] / 255, "Residual attention by sublayer"
-    rows = page.tables[name][1:]
+    config = json.loads((Path(k3offload.__file__).parent / "nano" / "config.json").read_text())
+    block, rows = config["text_config"]["attn_res_block_size"], page.tables[name][1:]
     assert len(rows) == mixing.shape[1] and rows[0][:2] == ["0 attention", "1"]
     for at, (_, entries, share, _, largest) in enumerate(rows):
-        count = int(entries)
-        assert not mixing[:, at, count:].any() and (count == 1 or mixing[:, at, count - 1].all())
+        layer, count = at // 2, int(entries)
+        begun = layer // block + 1 if at % 2 else -(-layer // block)
+        assert count == begun + 1 and not mixing[:, at, count:].any()
         if count > 1:
             mean = mixing[:, at].mean(axis=0)
             assert float(share) == pytest.approx(100 * mean[count - 1], rel=1e-3)
