@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from . import __version__
 from .cli_options import at_least_one
 from .config import show_size
 from .errors import UsageError
@@ -52,6 +53,7 @@ def report(
 
     names = ", ".join(path.name for path in sources)
     page = Page(f"k3offload report: {names}")
+    page.note(f"Made by k3offload {__version__}.")
     with Progress() as progress:
         for path in sources:
             if path.suffix in RESULTS:

@@ -23,7 +23,7 @@ body { margin: 0 auto; max-width: 60rem; padding: 1rem 1.5rem; color: var(--ink)
   background: var(--paper); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.35rem; border-top: 2px solid var(--rule);
   padding-top: 1rem; margin-top: 2.5rem; } h3 { font-size: 1.1rem; margin-top: 2rem; }
-h1, h2, h3, p, li, td, th, summary { overflow-wrap: anywhere; }
+h1, h2, h3, p, li, summary { overflow-wrap: anywhere; }
 p, li { max-width: 46rem; } .note { color: var(--soft); }
 figure { margin: 1rem 0; } svg { display: block; max-width: 100%; height: auto; }
 svg .paper { fill: none; } svg text { fill: var(--ink); } svg .rule { stroke: var(--rule); }
@@ -33,14 +33,15 @@ table { border-collapse: collapse; margin: 1rem 0; font-size: 0.85rem;
   font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding-bottom: 0.3rem; }
 th, td { padding: 0.15rem 0.7rem 0.15rem 0; text-align: left; vertical-align: top;
-  border-bottom: 1px solid var(--rule); } .n { text-align: right; overflow-wrap: normal; }
+  border-bottom: 1px solid var(--rule); } .n { text-align: right; }
 pre { overflow-x: auto; max-height: 20rem; font-size: 0.75rem; }
 @media print {
   body { max-width: none; padding: 0; font-size: 10pt;
     -webkit-print-color-adjust: exact; print-color-adjust: exact; }
   h2, h3 { break-after: avoid; } figure, tr { break-inside: avoid; }
   thead { display: table-header-group; }
-  .wide { overflow-x: visible; } table { font-size: 7.5pt; } th, td { padding-right: 0.35rem; }
+  .wide { overflow-x: visible; } table { font-size: 7.5pt; }
+  th, td { padding-right: 0.35rem; overflow-wrap: break-word; }
   nav, details { display: none; } }
 """.strip()
 

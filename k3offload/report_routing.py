@@ -13,7 +13,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from . import __version__
 from .bench_policies import BASELINE, Room, chosen_names, compare, room
 from .config import show_size
 from .errors import UsageError
@@ -26,6 +25,7 @@ CAPACITIES: Final = ("5%", "12%", "25%", "50%", "75%")
 COLUMNS: Final = 128  #: of the map of experts, at most
 WINDOWS: Final = 48  #: of time, at most
 BARS: Final = 40
+UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("bytes", 1))
 BLOCK: Final = 1024  #: rows that are compared at a time
 
 Figures = npt.NDArray[np.float64]
@@ -58,13 +58,9 @@ def add_facts(page: Page, trace: Trace) -> None:
         **found,
         **{f"run: {name}": value for name, value in about.items()},
         **machine,
-        "report: version": __version__,
     }
     page.section("What was recorded")
-    cells = [
-        (name, value if isinstance(value, int | float | str) else str(value))
-        for name, value in rows.items()
-    ]
+    cells = [(name, str(value)) for name, value in rows.items()]
     page.table("Trace, run and machine", ("fact", "value"), cells)
 
 
@@ -93,6 +89,8 @@ def add_policies(
 
 def policy_figures(page: Page, lines: Sequence[dict[str, Any]]) -> None:
     """Curves and a table of lines as ``bench policies`` has them, of one tier, one predictor."""
+    most = max(line["requests"] * line["page_bytes"] for line in lines)
+    unit, scale = next((u, s) for u, s in UNITS if most >= s or s == 1)
     hits: dict[str, list[tuple[float, float]]] = {}
     size: dict[str, list[tuple[float, float]]] = {}
     bounds: dict[float, dict[str, int]] = {}
@@ -100,18 +98,18 @@ def policy_figures(page: Page, lines: Sequence[dict[str, Any]]) -> None:
         x = round(100 * line["slots"] / line["pages"], 1)
         name = line["policy"]
         hits.setdefault(name, []).append((x, 100 * line["hits"] / line["requests"]))
-        size.setdefault(name, []).append((x, line["bytes"] / 1e9))
+        size.setdefault(name, []).append((x, line["bytes"] / scale))
         bounds[x] = line
     for name, key in (("LRU", "lru_bytes"), ("MIN", "min_bytes"), ("once", "compulsory_bytes")):
         if name.lower() == BASELINE and BASELINE in hits:
             continue
-        size[name] = [(x, line[key] / 1e9) for x, line in bounds.items()]
+        size[name] = [(x, line[key] / scale) for x, line in bounds.items()]
         hits[name] = [
             (x, 100 - 100 * line[key] / (line["requests"] * line["page_bytes"]))
             for x, line in bounds.items()
         ]
     page.picture(line_chart("Hits", "% of all experts that fit", "% of requests", hits))
-    page.picture(line_chart("Bytes read", "% of all experts that fit", "GB", size))
+    page.picture(line_chart("Bytes read", "% of all experts that fit", unit, size))
     page.table(
         "Replay by capacity and policy",
         ("capacity", "slots", "policy", "requests", "hits", "hit %", "misses", "bytes",
@@ -165,7 +163,7 @@ def add_precision(page: Page, trace: Trace) -> None:
     page.section("Precision of guesses by rank and layer")
     found = {"repeat": repeats(trace)}
     if "ahead_codes" in trace.more:
-        asked = trace.more["ahead_codes"].any(axis=2)
+        asked = np.any(trace.more["ahead_codes"], axis=2)
         found = {"router": precision(trace.more["ahead_best"], trace.chosen, asked), **found}
     else:
         page.note("What routers said a layer ahead was not recorded: --trace-with ahead.")

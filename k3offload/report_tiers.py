@@ -103,7 +103,8 @@ class _Log:
         first = np.searchsorted(ranked, ranked)
         turns = np.empty(len(events), np.int64)
         turns[order] = np.arange(len(events)) - first
-        return pages << 32 | turns
+        numbered: Column = pages << 32 | turns
+        return numbered
 
     def timeline(self, sweep: int) -> Timeline:
         begin = self._begins[sweep]

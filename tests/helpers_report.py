@@ -14,7 +14,7 @@ import pytest
 
 import k3offload
 from k3offload.scheduler.lease import Event
-from k3offload.trace import EVENT, Writer
+from k3offload.trace import EVENT, Array, Writer
 from k3offload.trace_made import Size, pattern, trace_of
 from k3offload.trace_record import record
 from tests.helpers_engine import call
@@ -122,7 +122,7 @@ def k3_sized() -> Path:
     folder = Path(_ROOT.name) / "large"
     size, rng = Size(92, 896, 16), np.random.default_rng(0)
     trace = trace_of(pattern("uniform", 100, size), size.experts, page_bytes=17_500_000)
-    more = {
+    more: dict[str, Array] = {
         "ahead_best": trace.best[rng.permutation(100)], "ahead_codes": trace.codes,
         "margin": rng.random((100, 92), np.float32).astype(np.float16),
         "mixing": rng.integers(1, 30, (100, 186, 9)).astype(np.uint8),
@@ -132,7 +132,7 @@ def k3_sized() -> Path:
         more={name: (a.shape[1:], str(a.dtype)) for name, a in more.items()}, events=True,
     )  # fmt: skip
     rows = ("best", "codes", "sweep", "sequence", "position", "decode")
-    writer.append(**{name: getattr(trace, name) for name in rows}, **more)
+    writer.append(**more, **{name: getattr(trace, name) for name in rows})
     pages = 3 * 92 * 16
     layer, expert = np.repeat(np.tile(trace.layers, 3), 16), trace.chosen[:3].reshape(-1)
     begins = np.arange(pages) * 1e-3

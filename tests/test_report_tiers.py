@@ -56,7 +56,7 @@ LOG = [
 ]  # fmt: skip
 
 
-def logged(log: Sequence[tuple[int, ...]]) -> Trace:
+def logged(log: Sequence[tuple[float, ...]]) -> Trace:
     trace = trace_of(pattern("uniform", 2, Size(2, 20, 2)), 20)
     tier, kind, layer, expert, size, when, sweep = map(np.array, zip(*log, strict=True))
     names = ("tier", "kind", "layer", "expert", "bytes", "time", "sweep")
@@ -87,5 +87,5 @@ def test_lanes_of_a_device() -> None:
     log = sorted([*near, *far], key=lambda event: event[5])
     first, _ = timelines(logged(log))
     assert first.lanes["copy, asked for"] == [(0, 1), (2, 3)]
-    assert first.lanes["disk, asked for"] == [(pytest.approx(0.1), pytest.approx(0.9))]
+    assert np.array(first.lanes["disk, asked for"]) == pytest.approx(np.array([[0.1, 0.9]]))
     assert first.requests[Event.MISS] == 2 and first.landed == (10, 30)
