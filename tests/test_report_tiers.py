@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from k3offload.errors import UsageError
-from k3offload.report_tiers import timelines
+from k3offload.report_tiers import timelines, union
 from k3offload.scheduler.lease import Event
 from k3offload.trace import Trace, read_trace
 from k3offload.trace_made import Size, pattern, trace_of
@@ -89,3 +89,17 @@ def test_lanes_of_a_device() -> None:
     assert first.lanes["copy, asked for"] == [(0, 1), (2, 3)]
     assert np.array(first.lanes["disk, asked for"]) == pytest.approx(np.array([[0.1, 0.9]]))
     assert first.requests[Event.MISS] == 2 and first.landed == (10, 30)
+
+
+def test_reads_beside_each_other_are_busy_once() -> None:
+    spans = [(0.0, 2.0), (1.0, 1.5), (1.0, 3.0), (4.0, 5.0)]
+    assert union(spans) == [(0, 3), (4, 5)] and union([]) == []
+    reads = [
+        (Event.MISS, 3, 1.0),
+        (Event.MISS, 4, 2.0),
+        (Event.ENDED, 3, 3.0),
+        (Event.ENDED, 4, 5.0),
+    ]
+    log = [(0, kind, 1, expert, 10, when, 0) for kind, expert, when in reads]
+    (only,) = timelines(logged(log))
+    assert only.busy["disk, asked for"] == (4, 5) and only.landed == (10,)
