@@ -96,7 +96,7 @@ def compare(a: Path, b: Path, *, clean: bool = False, seed: int = 0) -> Comparis
     """
     if seed < 0:
         raise UsageError(f"The seed is {seed}.", "Give 0 or more.")
-    sides = [_by_kind(path, clean) for path in (a, b)]
+    sides = [by_kind(path, clean) for path in (a, b)]
     common = [key for key in sides[0] if key in sides[1]]
     if not common:
         had = [", ".join(sorted({_name(key) for key in side})) or "nothing" for side in sides]
@@ -109,7 +109,7 @@ def compare(a: Path, b: Path, *, clean: bool = False, seed: int = 0) -> Comparis
     kinds = []
     for key in common:
         lines = [side[key] for side in sides]
-        values = [_samples(own) for own in lines]
+        values = [samples(own) for own in lines]
         figures = tuple(
             _figure(name, values[0][name], values[1][name], draw)
             for name in values[0]
@@ -123,7 +123,7 @@ def compare(a: Path, b: Path, *, clean: bool = False, seed: int = 0) -> Comparis
     return Comparison(tuple(kinds), rest[0], rest[1], tuple(_notes(every)))
 
 
-def _by_kind(path: Path, clean: bool) -> dict[str, list[Line]]:
+def by_kind(path: Path, clean: bool) -> dict[str, list[Line]]:
     """Settings, as JSON -> the lines that have them."""
     found: dict[str, list[Line]] = {}
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
@@ -158,7 +158,7 @@ def _name(key: str) -> str:
     return str(json.loads(key).get("benchmark", "no named benchmark"))
 
 
-def _samples(lines: Sequence[Line]) -> dict[str, list[float]]:
+def samples(lines: Sequence[Line]) -> dict[str, list[float]]:
     """Figure -> its value in each line that has it."""
     found: dict[str, list[float]] = {}
     for line in lines:

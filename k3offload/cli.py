@@ -24,6 +24,7 @@ from . import (
     cli_model,
     cli_pack,
     cli_plan,
+    cli_report,
     cli_run,
     cli_trace,
 )
@@ -51,6 +52,7 @@ for commands in (
     cli_kernels,
     cli_evaluate,
     cli_trace,
+    cli_report,
 ):
     commands.add_to(app)
 

@@ -256,7 +256,8 @@ def read_trace(path: str | Path, parts: Sequence[str] = PARTS) -> Trace:
 
     path = Path(path)
     try:
-        store = ZipStore(path, mode="r") if path.is_file() else path
+        # absolute, for zarr takes the name of a relative folder out of those of its arrays too
+        store = ZipStore(path, mode="r") if path.is_file() else path.absolute()
         group = zarr.open_group(store, mode="r", zarr_format=3)
         facts = dict(group.attrs)
         if facts.get("format") != FORMAT or facts.get("version") != VERSION:

@@ -40,17 +40,17 @@ GROUPS = {
     "device_warmup devices open_device engine engine_plan loading budget budget_kernels generate "
     "options plan_text spilling turns warmup",
     "edge": "bench_compare bench_read check inspect kernels_offline make_tiny plot_svg progress "
-    "report routing_figures",
+    "report report_page routing_figures",
     "trace": "trace trace_import trace_like trace_made trace_record trace_rows",
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "cost_table device_report doctor doctor_system forecast forecast_device measure "
     "plan_report rates",
     "command": "batch_meter bench_policies damage evaluate_append evaluate_cost evaluate_operators "
-    "evaluate_operators_cases evaluate_recall evaluate_routing run_batch run_chat run_generate "
-    "run_logits run_ray run_ray_worker",
+    "evaluate_operators_cases evaluate_recall evaluate_routing report_results report_routing "
+    "report_tiers report_trace run_batch run_chat run_generate run_logits run_ray run_ray_worker",
     "cli": "cli cli_batch cli_batch_run cli_bench cli_chat cli_compare cli_cost cli_damage "
     "cli_evaluate cli_kernels cli_model cli_open cli_operators cli_options cli_pack cli_plan "
-    "cli_routing cli_run cli_trace",
+    "cli_report cli_routing cli_run cli_trace",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.
@@ -103,6 +103,11 @@ TORCH_FREE_EDGES = [
     "plan_report",
     "plan_text",
     "rates",
+    "report_page",
+    "report_results",
+    "report_routing",
+    "report_tiers",
+    "report_trace",
     "routing_figures",
     "trace",
     "trace_import",
