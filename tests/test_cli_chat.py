@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ from tests.helpers_terminal import Terminal
 from tests.helpers_tokenizer import NANO
 
 FIRST, SECOND = "What is the seal of Ammiel?", "Go on: In the beginning God"
+
+
+@pytest.fixture(autouse=True)
+def usual_interrupt() -> Iterator[None]:
+    """As in a process of its own: what other tests' libraries made of Ctrl-C is out of the way."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def typed(

@@ -153,7 +153,8 @@ def test_interrupted_it_leaves_no_process_and_what_is_done(
 ) -> None:
     folder, out, alone = some(tmp_path, 12), tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
     local = ("--ray", "local", "--threads", 1, "--json-progress")
-    with Run("nano", folder, "-o", out, *HOW, *local) as run:
+    long = (*HOW, "-n", 200)  # it is far from its end when it is interrupted
+    with Run("nano", folder, "-o", out, *long, *local) as run:
         run.workers(1)
         started = psutil.Process(run.process.pid).children(recursive=True)
         assert any("raylet" in process.name() for process in started)
@@ -163,8 +164,8 @@ def test_interrupted_it_leaves_no_process_and_what_is_done(
     assert all("documents" in json.loads(line) for line in said.splitlines())
     assert psutil.wait_procs(started, 10)[1] == []
     assert 1 <= lines(out) < 14
-    assert call(["batch", "nano", folder, "-o", out, *HOW, "--resume"], capsys)[0] == 3
-    assert call(["batch", "nano", folder, "-o", alone, *HOW], capsys)[0] == 3
+    assert call(["batch", "nano", folder, "-o", out, *long, "--resume"], capsys)[0] == 3
+    assert call(["batch", "nano", folder, "-o", alone, *long], capsys)[0] == 3
     assert list(records(out).items()) == list(records(alone).items())
 
 
