@@ -81,7 +81,7 @@ def _torch_tiles(spec: ModelSpec, dtype: str, threads: int) -> int:
 
 def _attend_bytes(spec: ModelSpec, threads: int, backend: Backend, by_unit: bool) -> int:
     """What the compute threads hold while each attends with a group of heads: by torch in float32,
-    or by the matrix unit (native/mla_amx.cpp)."""
+    or in tiles of bfloat16 (native/mla_tiles.cpp)."""
     m, kda = spec.mla, spec.kda
     groups = -(-m.heads // HEAD_GROUP)
     block = HEAD_GROUP * LATENT_BLOCK * (2 * (m.nope + m.v) + m.nope + m.rope + 2 * ROW_TILE) * 4

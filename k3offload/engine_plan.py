@@ -14,6 +14,7 @@ from .budget import demand_of
 from .budget_kernels import Backend
 from .checkpoint import Checkpoint
 from .errors import DoesNotFit
+from .kernels import native
 from .kernels.choose import NATIVE, Kernels
 from .machine import Machine, read_machine, trim_allocator
 from .options import Options, limits_of
@@ -27,7 +28,7 @@ def backend_of(kernels: Kernels) -> Backend:
     """What the memory plan has to know about the kernels."""
     # prompt attention is counted by itself, whatever computes the rest
     backends = {backend for op, backend in kernels.chosen.items() if op != "mla_prefill"}
-    unit = kernels.isa == "amx"
+    unit = kernels.isa in native.TILES
     attends = unit and kernels.chosen["mla_prefill"] == NATIVE
     return Backend(NATIVE in backends, unit, backends != {NATIVE}, attends)
 

@@ -2,7 +2,8 @@
 
 A value's operations depend on its row of x, its row of the weight, the instruction set and
 ``decode`` alone.  With ``decode``, and for float32 activations, weights are decoded in registers
-and summed in float32.  Else, on machines with AMX, weights become bfloat16 as in the reference.
+and summed in float32.  Else, on machines with products of bfloat16 (AMX, AVX-512 BF16), weights
+become bfloat16 as in the reference.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""mla_prefill by the matrix unit (native/mla_amx.cpp) for bfloat16; by torch for everything else,
-and on machines without it.  Which of the two follows from the machine and the model alone."""
+"""mla_prefill in tiles of bfloat16 (native/mla_tiles.cpp); by torch for everything else, and on
+machines without products of bfloat16.  Which of the two follows from machine and model alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mla_prefill(
     """As ``mla_prefill_reference.mla_prefill``."""
     heads, width = queries[0].q.shape[1:]
     kv_lora = up.shape[1]
-    if not (_takes(up) and queries[0].q.dtype == torch.bfloat16 and native.isa() == "amx"):
+    if not (_takes(up) and queries[0].q.dtype == torch.bfloat16 and native.isa() in native.TILES):
         return mla_prefill_reference.mla_prefill(
             queries, pieces, length, up, nope, v, scale, workers
         )

@@ -17,9 +17,11 @@ from pathlib import Path
 from ..errors import UsageError
 from .workers import Workers
 
-ABI = 6  #: K3_ABI of native/native.h
+ABI = 7  #: K3_ABI of native/native.h
 LIBRARY = "_native.abi3.so"
-ISAS = ("portable", "neon", "avx2", "avx512", "amx")  #: by number, see native/native.h
+#: By number, see native/native.h.
+ISAS = ("portable", "neon", "avx2", "avx512", "avx512bf16", "amx")
+TILES = ("avx512bf16", "amx")  #: sets that compute prompts in tiles of bfloat16
 DTYPES = ("float32", "bfloat16", "float16")  #: by number, see native/native.h
 
 _REINSTALL = "Install the package again (pip install -e . in a checkout) on a machine with g++."

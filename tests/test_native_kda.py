@@ -24,7 +24,8 @@ if not native.available():
 Tensors = tuple[torch.Tensor, ...]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 NAN = float("nan")
-ISAS = [isa for isa in native.isas() if isa != "amx"]  # AMX has no code of its own here
+#: Those of tiles have no code of their own here.
+ISAS = [isa for isa in native.isas() if isa not in native.TILES]
 SOLO = Workers(1)
 #: heads, dk, dv
 SIZES = [(3, 40, 40), (2, 32, 20), (1, 7, 5), (2, 128, 128), (2, 48, 200)]
@@ -317,8 +318,8 @@ def test_mla_decode_survives_large_scores(isa: str) -> None:
 
 
 def test_instruction_sets_with_fused_arithmetic_agree() -> None:
-    """avx2, avx512 and amx have the same bits; the portable code of x86 rounds twice."""
-    same = [isa for isa in native.isas() if isa in ("avx2", "avx512", "amx")]
+    """avx2 and all sets above it have the same bits; the portable code of x86 rounds twice."""
+    same = [isa for isa in native.isas() if isa in ("avx2", "avx512", *native.TILES)]
     if len(same) < 2:
         pytest.skip("this machine runs fewer than two of them")
     results: list[Sequence[torch.Tensor]] = []

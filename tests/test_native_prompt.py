@@ -1,4 +1,4 @@
-"""Prompt attention by the matrix unit beyond what test_mla_prefill.py asks of every kernel: sizes
+"""Prompt attention in tiles of bfloat16 beyond what test_mla_prefill.py asks of every kernel: sizes
 of K3 and sizes that fit no tile, latents that are packed in several goes, who computes what."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tests.contract.test_kernel import generator, poisoned, same_bits
 from tests.helpers_ops import randn
 from tests.test_mla_decode import in_blocks
 
-pytestmark = pytest.mark.skipif("amx" not in native.isas(), reason="no matrix unit here")
+TILES = [isa for isa in native.isas() if isa in native.TILES]
+pytestmark = pytest.mark.skipif(not TILES, reason="no products of bfloat16 here")
 if native.available():
     from k3offload.kernels import mla_prefill_native
 SOLO = Workers(1)

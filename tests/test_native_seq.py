@@ -29,8 +29,8 @@ if not native.available():
 Tensors = tuple[torch.Tensor, ...]
 F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
-#: AMX has no code of its own here.
-ISAS = [isa for isa in native.isas() if isa != "amx"]
+#: Those of tiles have no code of their own here.
+ISAS = [isa for isa in native.isas() if isa not in native.TILES]
 EPS = 1e-5
 
 

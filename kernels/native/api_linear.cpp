@@ -7,12 +7,14 @@
 
 namespace k3 {
 
-const RowKernels& row_kernels(Isa isa) {
+const RowKernels& row_kernels(Isa isa, Dtype dtype) {
 #if defined(__x86_64__)
+    // with the matrix unit it would be no quicker (as many multiply-adds a second)
+    if (isa == AVX512_BF16 && dtype == BF16) return rows_avx512_bf16;
     if (isa >= AVX512) return rows_avx512;
     if (isa == AVX2) return rows_avx2;
 #else
-    (void)isa;
+    (void)isa, (void)dtype;
 #endif
     return rows_portable;
 }
@@ -25,10 +27,10 @@ void experts_tiles(const Call& call, const Job* jobs, int64_t count, const Activ
 int64_t tiles_scratch(int, int64_t, int64_t, int64_t, int64_t) { return 0; }
 #endif
 
-// TILES needs AMX; F32 and F16 weights would lose digits as bfloat16, and results too.
+// TILES needs bfloat16 products; F32 and F16 weights would lose digits as bfloat16, and results too.
 bool takes_tiles(const Call& call, Kind kind, bool decode) {
     bool narrow = kind == W_BF16 || kind == W_INT8 || kind == W_MXFP4;
-    return isa() == AMX && !decode && call.dtype == BF16 && call.result == BF16 && narrow;
+    return isa() >= AVX512_BF16 && !decode && call.dtype == BF16 && call.result == BF16 && narrow;
 }
 
 }  // namespace k3
@@ -102,6 +104,6 @@ K3_API int k3_experts(k3::Pool* pool, int dtype, const void* x, int64_t x_rows, 
 K3_API int64_t k3_linear_scratch(int threads, int64_t rows, int64_t job_rows, int64_t k,
                                  int64_t inner) {
     const int64_t plain = k3::rows_scratch(threads, rows, job_rows, k, inner);
-    if (k3::isa() != k3::AMX) return plain;
+    if (k3::isa() < k3::AVX512_BF16) return plain;
     return plain + k3::tiles_scratch(threads, rows, job_rows, k, inner);
 }

@@ -6,7 +6,7 @@
 #include <new>
 #include <vector>
 
-#include "mla_amx.h"
+#include "mla_tiles.h"
 #include "seq.h"
 
 namespace k3 {
@@ -193,7 +193,7 @@ K3_API int k3_mla_prompt(Pool* pool, int part, int64_t heads, int64_t heads_each
                                reinterpret_cast<float*>(fields[1]), fields[2], fields[3]});
         PromptArgs args{queries.data(), reinterpret_cast<const uint16_t* const*>(blocks),
                         static_cast<const uint16_t*>(up), state, count, first, end, heads, nope, rope, v,
-                        kv_lora, scale, (part & 1) != 0, (part & 2) != 0};
+                        kv_lora, scale, (part & 1) != 0, (part & 2) != 0, isa() == AMX};
         return share(pool, mla_prompt, args, heads, heads_each);
     } catch (const std::bad_alloc&) {
         return 1;

@@ -2,7 +2,8 @@
 //
 // Two families.  ROWS: activations widened to float32 once a call, weights decoded in registers,
 // one dot product a pair of rows in float32 with fused multiply-adds (linear_rows.h).  TILES: the
-// matrix unit of AMX on bfloat16 activations and weights rounded to bfloat16 (linear_amx.cpp).
+// matrix unit of AMX, or AVX-512's products of pairs, on bfloat16 activations and weights rounded to
+// bfloat16 (tiles.cpp).
 // In both, the operations of one output value depend on its two rows alone.
 #pragma once
 
@@ -74,10 +75,11 @@ struct RowKernels {
                      void* out);
 };
 
-const RowKernels& row_kernels(Isa isa);
+// Those of an instruction set for activations of this type.
+const RowKernels& row_kernels(Isa isa, Dtype dtype);
 extern const RowKernels rows_portable;
 #if defined(__x86_64__)
-extern const RowKernels rows_avx2, rows_avx512;
+extern const RowKernels rows_avx2, rows_avx512, rows_avx512_bf16;
 #endif
 
 // Whether the family TILES computes this product; else ROWS does.

@@ -19,13 +19,16 @@ namespace {
 
 struct Avx2 {
     using Vec = __m256;
-    static constexpr int LANES = 8;
+    static constexpr int LANES = 8, PER_LANE = 1;
+    static constexpr int ROWS = 8, X_BYTES = 24 << 10;
+    static constexpr bool ROOMY = false;
     static constexpr int AHEAD = 2048;
 
     static Vec zero() { return _mm256_setzero_ps(); }
     static Vec load(const float* p) { return _mm256_loadu_ps(p); }
     static void pin(Vec& a) { asm("" : "+x"(a)); }
     static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+    static Vec dot(Vec a, Vec b, Vec c) { return fma(a, b, c); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
     static float sum(Vec a) {
         __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

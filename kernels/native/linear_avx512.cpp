@@ -12,6 +12,7 @@
 
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
 
+#include "linear_avx512.h"
 #include "linear_rows.h"
 
 namespace k3 {
@@ -19,13 +20,16 @@ namespace {
 
 struct Avx512 {
     using Vec = __m512;
-    static constexpr int LANES = 16;
+    static constexpr int LANES = 16, PER_LANE = 1;
+    static constexpr int ROWS = 8, X_BYTES = 24 << 10;
+    static constexpr bool ROOMY = false;
     static constexpr int AHEAD = 2048;
 
     static Vec zero() { return _mm512_setzero_ps(); }
     static Vec load(const float* p) { return _mm512_loadu_ps(p); }
     static void pin(Vec& a) { asm("" : "+v"(a)); }
     static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+    static Vec dot(Vec a, Vec b, Vec c) { return fma(a, b, c); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
     static float sum(Vec a) { return _mm512_reduce_add_ps(a); }
 
@@ -116,17 +120,7 @@ struct Avx512 {
                                              -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
             return _mm512_permutexvar_ps(__m512i(Words(raw) >> (4 * j)), table);
         }
-        // 2^(s - 127) on the four lanes of each scale: s becomes the exponent.  s = 0, 2^-127, is
-        // a subnormal number of its own.
-        Vec scale() const {
-            const __m512i top = _mm512_setr_epi32(
-                0x00808080, 0x00808080, 0x00808080, 0x00808080, 0x01808080, 0x01808080, 0x01808080,
-                0x01808080, 0x02808080, 0x02808080, 0x02808080, 0x02808080, 0x03808080, 0x03808080,
-                0x03808080, 0x03808080);
-            __m512i s = _mm512_shuffle_epi8(_mm512_set1_epi32(int(four)), top);
-            s = _mm512_max_epu32(_mm512_srli_epi32(s, 1), _mm512_set1_epi32(0x00400000));
-            return _mm512_castsi512_ps(s);
-        }
+        Vec scale() const { return mxfp4_scales(four); }
     };
 
     // The whole chunks of a bfloat16 row in vectors; returns how many columns that is.

@@ -14,7 +14,9 @@ namespace {
 
 struct Portable {
     typedef float Vec __attribute__((vector_size(16)));
-    static constexpr int LANES = 4;
+    static constexpr int LANES = 4, PER_LANE = 1;
+    static constexpr int ROWS = 8, X_BYTES = 24 << 10;
+    static constexpr bool ROOMY = false;
     static constexpr int AHEAD = 1024;
 
     static Vec zero() { return Vec{}; }
@@ -25,6 +27,7 @@ struct Portable {
     }
     static void pin(Vec&) {}
     static Vec mul(Vec a, Vec b) { return a * b; }
+    static Vec dot(Vec a, Vec b, Vec c) { return fma(a, b, c); }
     static Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__aarch64__)
         return vfmaq_f32(c, a, b);

@@ -178,7 +178,7 @@ int64_t middle_rows(int64_t stride) { return std::max<int64_t>(X_ROWS, MLP_BYTES
 }  // namespace
 
 int64_t rows_scratch(int threads, int64_t rows, int64_t job_rows, int64_t k, int64_t inner) {
-    const RowKernels& isa = row_kernels(k3::isa());
+    const RowKernels& isa = row_kernels(k3::isa(), F32);
     const int64_t wide = isa.width(W_MXFP4, k), middle = isa.width(W_MXFP4, inner);
     // Two formats among the jobs of a call; float32 intermediates, rounded and prepared.
     return 4 * (2 * rows * wide + 2 * std::min(job_rows, middle_rows(middle)) * middle +
@@ -189,7 +189,8 @@ namespace {
 
 // Weights of one kind, whose layout of x they share.
 void linears_of(const Call& call, const std::vector<std::pair<Weight, void*>>& weights) {
-    const RowKernels& isa = row_kernels(k3::isa());
+    // what stays float32 is as if x had been float32
+    const RowKernels& isa = row_kernels(k3::isa(), call.result == F32 ? F32 : call.dtype);
     const Weight& first = weights[0].first;
     const int64_t width = isa.width(first.kind, first.k);
     const int64_t most = std::min(X_ROWS, call.x_rows);
@@ -234,7 +235,7 @@ void linears_rows(const Call& call, const Weight* w, void* const* out, int64_t c
 }
 
 void experts_rows(const Call& call, const Job* jobs, int64_t count, const Activation& act) {
-    Mlp mlp{call, act, row_kernels(k3::isa()), 0, {}, nullptr, nullptr, 0};
+    Mlp mlp{call, act, row_kernels(k3::isa(), call.dtype), 0, {}, nullptr, nullptr, 0};
     for (int64_t j = 0; j < count; j++) {
         mlp.inner = std::max(mlp.inner, jobs[j].gate.n);
         mlp.stride = std::max(mlp.stride, mlp.isa.width(jobs[j].down.kind, jobs[j].down.k));

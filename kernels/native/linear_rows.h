@@ -1,7 +1,8 @@
 // Dot products of the family ROWS, written once for every instruction set.
 //
-// A set S brings LANES, Vec, load, fma, sum and one decoder a number format:
-//   COLUMNS   columns of a chunk: VECTORS x LANES
+// A set S brings LANES, PER_LANE (columns that a lane of x holds), Vec, load, dot, fma, sum and one decoder a
+// number format:
+//   COLUMNS   columns of a chunk: VECTORS x LANES x PER_LANE
 //   SCALED    whether a chunk's sum is multiplied by its scale before it joins the total
 //   INTERLEAVE  x is laid out so that lane i of vector j holds column INTERLEAVE * i + j, because
 //             decoders unpack a machine word of INTERLEAVE columns by shifts, lane by lane
@@ -38,7 +39,6 @@ void prepare_from(Dtype dtype, const void* x, int64_t begin, int64_t k, float* o
     }
 }
 
-constexpr int64_t X_BYTES = 24 << 10;  // of x at a time: half of a first cache
 constexpr int64_t W_ROWS = 8;          // weight rows that meet it there
 constexpr int BLOCKED = 4;             // from so many rows of x on; fewer cost less than the cuts
 
@@ -55,7 +55,7 @@ template <class S, class D, int RB, int W>
 void tile(const Weight& w, int64_t first, int64_t apart, const float* const* x, int64_t from,
           int64_t to, typename S::Vec* kept, float* out, int64_t stride) {
     using Vec = typename S::Vec;
-    constexpr bool HELD = !D::SCALED || RB == 1;  // totals in registers: there are too few for both
+    constexpr bool HELD = !D::SCALED || RB == 1 || S::ROOMY;  // totals in registers, not in `kept`
     const int64_t row = w.row_bytes();
     const uint8_t *p[W], *s[W];
     Vec total[RB][W];
@@ -86,14 +86,14 @@ void tile(const Weight& w, int64_t first, int64_t apart, const float* const* x, 
             for (int i = 0; i < W; i++) v[i] = d[i].vec(j);
 #pragma GCC unroll 8
             for (int r = 0; r < RB; r++) {
-                Vec a = S::load(x[r] + c + j * S::LANES);
+                Vec a = S::load(x[r] + c / S::PER_LANE + j * S::LANES);
                 if (W > 1) S::pin(a);  // loaded once, and not by every fma
 #pragma GCC unroll 4
                 for (int i = 0; i < W; i++)
                     if (!D::SCALED)
-                        total[r][i] = S::fma(v[i], a, total[r][i]);
+                        total[r][i] = S::dot(v[i], a, total[r][i]);
                     else
-                        part[r][i] = j ? S::fma(v[i], a, part[r][i]) : S::mul(v[i], a);
+                        part[r][i] = j ? S::dot(v[i], a, part[r][i]) : S::mul(v[i], a);
             }
         }
 #pragma GCC unroll 4
@@ -128,7 +128,8 @@ void rows_block(const Weight& w, int64_t begin, int64_t end, const float* const*
                 int64_t stride) {
     constexpr int W = S::template side_by_side<D>(RB);
     typename S::Vec kept[RB == 1 ? 1 : W_ROWS * RB];
-    const int64_t columns = RB < BLOCKED ? w.k : X_BYTES / (4 * RB) / D::COLUMNS * D::COLUMNS;
+    constexpr int64_t MOST = S::X_BYTES * S::PER_LANE / (4 * RB) / D::COLUMNS * D::COLUMNS;
+    const int64_t columns = RB < BLOCKED ? w.k : MOST;
     const int64_t apart = (end - begin) / W;
     for (int64_t from = 0; from < w.k; from += columns) {
         const int64_t to = from + columns < w.k ? from + columns : w.k;
@@ -159,7 +160,7 @@ template <class S, class D>
 void dot_kind(const Weight& w, int64_t begin, int64_t end, const float* const* x, int64_t rows,
               float* out, int64_t stride) {
     // Eight weight rows at a time stay in the first cache while they meet every row of x.
-    const int64_t step = rows > 1 ? W_ROWS : end - begin, groups = (rows + 7) / 8;
+    const int64_t step = rows > 1 ? W_ROWS : end - begin, groups = (rows + S::ROWS - 1) / S::ROWS;
     for (int64_t b = begin; b < end; b += step) {
         const int64_t e = b + step < end ? b + step : end;
         for (int64_t g = 0; g < groups; g++) {  // of nearly the same size

@@ -1,4 +1,4 @@
-// The family TILES: who computes which tiles when (the kernels are in linear_amx.cpp).
+// The family TILES: who computes which tiles when (the kernels are in tiles.cpp).
 //
 // A task is a block of weight rows for all rows of x: it packs 32 weight rows by a block of columns
 // at a time and continues its float32 results, which stay in the second cache.
@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "linear_amx.h"
+#include "tiles.h"
 
 namespace k3 {
 
@@ -42,7 +42,7 @@ T* room(int slot, int64_t bytes) {
 float* result(const Weight& w, int64_t begin, int64_t end, const Panel& x, int slot) {
     const int64_t blocks = ceil_div(end - begin, BLOCK_ROWS);
     float* c = room<float>(slot, blocks * 2 * x.tiles() * TILE_BYTES);
-    Amx::multiply(w, begin, end, x, c, room<uint8_t>(ROOM, ROOM_BYTES));
+    Tiles::multiply(w, begin, end, x, c, room<uint8_t>(ROOM, ROOM_BYTES));
     return c;
 }
 
@@ -52,7 +52,7 @@ void product(const Weight& w, int64_t begin, int64_t end, const Panel& x, uint16
     const int64_t across = x.tiles();
     for (int64_t j = 0; j < across; j++)
         for (int64_t i = begin; i < end; i += BLOCK_ROWS)
-            Amx::write(c + ((i - begin) / TILE_ROWS * across + j) * 256, across * 256, end - i,
+            Tiles::write(c + ((i - begin) / TILE_ROWS * across + j) * 256, across * 256, end - i,
                        std::min(TILE_ROWS, x.rows - 16 * j), out + 16 * j * w.n + i, w.n);
 }
 
@@ -73,7 +73,7 @@ void pack(const Call& call, const Part& part, int64_t tile) {
         const int64_t number = part.job->row(part.begin + tile * TILE_ROWS + i);
         rows[i] = static_cast<const uint16_t*>(call.row(number, part.x.k));
     }
-    Amx::pack_x(rows, part.x, tile);
+    Tiles::pack_x(rows, part.x, tile);
 }
 
 // Gate and up of weight rows [begin, end), activated, as packed tiles of the next product.
@@ -89,7 +89,7 @@ void gate_up(const Activation& act, const Piece& p) {
             const int64_t at = ((i - p.begin) / TILE_ROWS * across + j) * 256;
             const float* gate[2] = {a + at, a + at + across * 256};
             const float* up[2] = {b + at, b + at + across * 256};
-            Amx::activate(act, gate, up, part.middle.at(block, j) + step * TILE_BYTES);
+            Tiles::activate(act, gate, up, part.middle.at(block, j) + step * TILE_BYTES);
         }
     }
 }
@@ -145,7 +145,7 @@ void linear_tiles(const Call& call, const Weight& w, void* out) {
     const Job all{nullptr, call.x_rows, w, w, w, out};
     for (int64_t r = 0; r < call.x_rows; r += MOST_ROWS) {
         const int64_t rows = std::min(MOST_ROWS, call.x_rows - r);
-        const Panel x{room<uint8_t>(X, Panel::bytes(rows, w.k)), rows, w.k};
+        const Panel x{room<uint8_t>(X, Panel::bytes(rows, w.k)), rows, w.k, isa() == AMX};
         const Part part{&all, r, x, {}};
         share(call.pool, x.tiles(), double(rows * w.k) / 10,
               [&](int64_t i) { pack(call, part, i); });
@@ -158,6 +158,7 @@ void linear_tiles(const Call& call, const Weight& w, void* out) {
 }
 
 void experts_tiles(const Call& call, const Job* jobs, int64_t count, const Activation& act) {
+    const bool unit = isa() == AMX;
     std::vector<Part> parts;
     int64_t bytes = 0;
     for (int64_t j = 0; j < count; j++)
@@ -169,7 +170,7 @@ void experts_tiles(const Call& call, const Job* jobs, int64_t count, const Activ
                 run(call, act, parts, bytes);
                 parts.clear(), bytes = 0;
             }
-            parts.push_back({&jobs[j], begin, {nullptr, rows, k}, {nullptr, rows, inner}});
+            parts.push_back({&jobs[j], begin, {nullptr, rows, k, unit}, {nullptr, rows, inner, unit}});
             bytes += more;
         }
     if (bytes) run(call, act, parts, bytes);

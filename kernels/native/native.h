@@ -8,12 +8,12 @@
 #define K3_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a C signature changes, so that an old build is refused (kernels/native.py).
-constexpr int K3_ABI = 6;
+constexpr int K3_ABI = 7;
 
 namespace k3 {
 
-// Best last; the numbers are those of kernels/native.py.  A machine has at most four of them.
-enum Isa : int { PORTABLE = 0, NEON = 1, AVX2 = 2, AVX512 = 3, AMX = 4 };
+// Best last; the numbers are those of kernels/native.py.  A machine has at most five of them.
+enum Isa : int { PORTABLE = 0, NEON = 1, AVX2 = 2, AVX512 = 3, AVX512_BF16 = 4, AMX = 5 };
 
 // Types of activations and of dense weights; the numbers are those of kernels/native.py.
 enum Dtype : int { F32 = 0, BF16 = 1, F16 = 2 };

@@ -48,7 +48,7 @@ uint64_t enabled_state() {
 }
 
 struct Features {
-    bool avx2 = false, avx512 = false, amx = false;
+    bool avx2 = false, avx512 = false, avx512_bf16 = false, amx = false;
 
     Features() {
         uint32_t a, b, c, d;
@@ -60,8 +60,9 @@ struct Features {
         bool wide = (b & bit_AVX512F) && (b & bit_AVX512BW) && (b & bit_AVX512VL) &&
                     (b & bit_AVX512DQ);
         avx512 = avx2 && wide && (state & 0xe6) == 0xe6;
-        bool tiles = (d & (1u << 24)) && (d & (1u << 22));  // AMX-TILE, AMX-BF16
-        amx = avx512 && tiles && (state >> 17 & 3) == 3 && permitted();
+        const bool unit = (d & (1u << 24)) && (d & (1u << 22));  // AMX-TILE, AMX-BF16
+        if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) avx512_bf16 = avx512 && (a & (1u << 5));
+        amx = avx512_bf16 && unit && (state >> 17 & 3) == 3 && permitted();
     }
 
     // Linux hands the 8 KB of tile state only to processes that ask (ARCH_REQ_XCOMP_PERM, 18).
@@ -74,6 +75,7 @@ bool detect(Isa which) {
         case PORTABLE: return true;
         case AVX2: return has.avx2;
         case AVX512: return has.avx512;
+        case AVX512_BF16: return has.avx512_bf16;
         case AMX: return has.amx;
         default: return false;
     }

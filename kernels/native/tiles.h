@@ -1,10 +1,11 @@
-// The matrix unit: blocks of 32 weight rows times tiles of 16 rows of x, in bfloat16.
+// Products in bfloat16: blocks of 32 weight rows times tiles of 16 rows of x, by the matrix unit (AMX)
+// or by dot products of pairs (AVX-512 BF16).
 //
 // Weights are the left operand, 16 rows x 32 columns a tile in their natural order; x is the right
 // one, packed so that a tile holds 16 pairs of columns for 16 rows of x.  A result tile C[weight
 // row][row of x] is kept in float32 and continued from one block of columns to the next, so every
-// result is one chain of tdpbf16ps over the pairs of columns in rising order, whatever the
-// blocking.  The unit takes subnormal numbers as zero.
+// result is one chain of tdpbf16ps, or of vdpbf16ps, over the pairs of columns in rising order, whatever
+// the blocking.  Both take subnormal numbers as zero.
 #pragma once
 
 #include "linear.h"
@@ -23,6 +24,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Panel {
     uint8_t* data;
     int64_t rows, k;
+    bool unit;  // whether the matrix unit multiplies it
 
     int64_t tiles() const { return ceil_div(rows, TILE_ROWS); }
     int64_t blocks() const { return ceil_div(k, DEPTH); }
@@ -40,7 +42,7 @@ struct Panel {
 
 // Result tiles of weight rows [begin, end): tile (i, j) is float [16][16] at c + (i * tiles + j)
 // * 256.
-struct Amx {
+struct Tiles {
     // Sixteen rows of x into a panel; missing ones (null) become zeros.
     static void pack_x(const uint16_t* const* rows, const Panel& x, int64_t tile);
     // c = weight rows [begin, end) times all of x.  room: ROOM_BYTES for packed weights.

@@ -1,4 +1,4 @@
-// Attention of prompt rows over latent blocks by the matrix unit, in bfloat16
+// Attention of prompt rows over latent blocks in bfloat16 tiles
 // (kernels/mla_prefill_reference.py has the formulas).
 #pragma once
 
@@ -21,6 +21,7 @@ struct PromptArgs {  // items: heads
     int64_t count, first, end, heads, nope, rope, v, kv_lora;
     float scale;
     bool begins, ends;  // the first piece, the last one
+    bool unit;          // as of Panel
 };
 
 // Numbers that a head's running softmax takes: for each query and row its maximum, sum and shares.

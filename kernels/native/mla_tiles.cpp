@@ -1,25 +1,25 @@
-// See mla_amx.h.  Needs AMX-BF16 and AVX-512 with BF16.
+// See mla_tiles.h.  Needs AVX-512 with BF16, and AMX-BF16 where there is a unit.
 //
 // A head's keys and values of a block are W c for all 256 latents, by the same products as any other
-// weight (linear_amx.h), and rounded as those are.  Scores are bfloat16 times bfloat16; a share goes
+// weight (tiles.h), and rounded as those are.  Scores are bfloat16 times bfloat16; a share goes
 // to its values as the sum of two bfloat16 numbers, which leaves 16 bits of it.  Every product is a
-// chain of tdpbf16ps in an order that follows from sizes alone, so a row's bits follow from the
+// chain of sums of pairs in an order that follows from sizes alone, so a row's bits follow from the
 // latents up to its position.
 
 #if defined(__x86_64__)
 
-#include "mla_amx.h"
+#include "mla_tiles.h"
 
 #include <cmath>
 #include <cstring>
 #include <immintrin.h>
 
-#include "linear_amx.h"
+#include "tiles.h"
 
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
 #pragma GCC target("amx-tile,amx-bf16,prefer-vector-width=512")
 
-#include "amx_vec.h"
+#include "tiles_vec.h"
 #include "vecmath.h"
 
 namespace k3 {
@@ -33,9 +33,9 @@ constexpr int PROMPT_SCRATCH = 10;
 inline int64_t padded(int64_t n) { return (n + 31) / 32 * 32; }
 
 // c [32][32] (rows `c_row` floats apart) = or += a times b: a's rows lie `a_row` bytes apart, b is
-// packed as of linear_amx.h, its second tile of columns `b_apart` bytes behind.  b is gone through
+// packed as of tiles.h, its second tile of columns `b_apart` bytes behind.  b is gone through
 // `times` times while a goes on.
-void product(const uint8_t* a, int64_t a_row, const uint8_t* b, int64_t b_step, int64_t b_apart,
+void by_unit(const uint8_t* a, int64_t a_row, const uint8_t* b, int64_t b_step, int64_t b_apart,
              int64_t steps, int times, float* c, int64_t c_row, bool from_zero) {
     const int64_t c_bytes = c_row * 4, below = TILE_ROWS * c_row;
     settle();
@@ -71,6 +71,15 @@ void product(const uint8_t* a, int64_t a_row, const uint8_t* b, int64_t b_step, 
     settle();
 }
 
+// The same without the unit.
+void by_pairs(const uint8_t* a, int64_t a_row, const uint8_t* b, int64_t b_step, int64_t b_apart,
+              int64_t steps, int times, float* c, int64_t c_row, bool from_zero) {
+    for (int time = 0; time < times; time++, a += KEY_STEPS * 64, from_zero = false)
+        for (int64_t r = 0; r < 2 * TILE_ROWS; r += 8)
+            pairs<8, 2>(a + r * a_row, a_row, 64, b, b_step, b_apart, steps, c + r * c_row, c_row, 16,
+                        from_zero);
+}
+
 inline __m512i rounded(const float* numbers) {
     return _mm512_cvtepu16_epi32(narrow(_mm512_loadu_si512(numbers)));
 }
@@ -85,7 +94,7 @@ struct Room {
 
     Room(const PromptArgs& a, int64_t heads)
         : nope(padded(a.nope)), rope(padded(a.rope)), v(padded(a.v)), steps((nope + rope) / 32),
-          latent{nullptr, KEYS, a.kv_lora}, extra{nullptr, KEYS, a.rope} {
+          latent{nullptr, KEYS, a.kv_lora, a.unit}, extra{nullptr, KEYS, a.rope, a.unit} {
         panel_bytes = Panel::bytes(KEYS, a.kv_lora) + Panel::bytes(KEYS, a.rope);
         cut = PACKED / panel_bytes > 1 ? PACKED / panel_bytes : 1;
         int64_t blocks = (a.end - a.first + KEYS - 1) / KEYS;
@@ -111,9 +120,9 @@ struct Room {
         state = reinterpret_cast<float*>(take());
     }
 
-    Panel latents_of(int64_t i) const { return {panels + i * panel_bytes, KEYS, latent.k}; }
+    Panel latents_of(int64_t i) const { return {panels + i * panel_bytes, KEYS, latent.k, latent.unit}; }
     Panel extras_of(int64_t i) const {
-        return {panels + i * panel_bytes + Panel::bytes(KEYS, latent.k), KEYS, extra.k};
+        return {panels + i * panel_bytes + Panel::bytes(KEYS, latent.k), KEYS, extra.k, extra.unit};
     }
 };
 
@@ -131,8 +140,8 @@ struct Prompt {
                 c[r] = row < held ? block + row * (a.kv_lora + a.rope) : nullptr;
                 e[r] = c[r] ? c[r] + a.kv_lora : nullptr;
             }
-            Amx::pack_x(c, latent, t);
-            if (a.rope) Amx::pack_x(e, extra, t);
+            Tiles::pack_x(c, latent, t);
+            if (a.rope) Tiles::pack_x(e, extra, t);
         }
     }
 
@@ -140,7 +149,7 @@ struct Prompt {
     void expand(int64_t begin, int64_t rows, const Panel& latent) const {
         const Weight up{W_BF16, reinterpret_cast<const uint8_t*>(a.up), nullptr,
                         a.heads * (a.nope + a.v), a.kv_lora};
-        Amx::multiply(up, begin, begin + rows, latent, room.expanded, room.weights);
+        Tiles::multiply(up, begin, begin + rows, latent, room.expanded, room.weights);
     }
 
     const float* row(int64_t i, int64_t tile) const {  // of `expanded`, 16 keys
@@ -233,6 +242,7 @@ struct Prompt {
         const int64_t wide = (room.nope + room.rope) * 2, last = query.start + query.rows - first;
         const int64_t used = padded(last < KEYS ? last : KEYS), rows = padded(query.rows);
         float *tops = state, *totals = state + QUERY_ROWS, *sums = state + 2 * QUERY_ROWS;
+        const auto product = a.unit ? by_unit : by_pairs;
         for (int64_t r = 0; r < rows; r += 32)
             for (int64_t k = 0; k < used; k += 32)
                 product(packed + r * wide, wide, room.keys + k / 16 * room.steps * TILE_BYTES, TILE_BYTES,
@@ -291,7 +301,7 @@ struct Prompt {
 }  // namespace
 
 void mla_prompt(const PromptArgs& a, int64_t begin, int64_t end) {
-    const Tiles tiles;
+    const Unit unit(a.unit);
     const Room room(a, end - begin);
     const Prompt prompt{a, room};
     const int64_t each = prompt_state(1, a.v);

@@ -1,9 +1,9 @@
-// Kernels of the matrix unit (see linear_amx.h).  Needs AMX-BF16 and AVX-512 with BF16, which every
-// processor with AMX has.
+// Kernels of bfloat16 tiles (see tiles.h).  Needs AVX-512 with BF16, and AMX-BF16 where a panel says that
+// the unit multiplies it.
 
 #if defined(__x86_64__)
 
-#include "linear_amx.h"
+#include "tiles.h"
 
 #include <cstring>
 #include <immintrin.h>
@@ -11,7 +11,7 @@
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
 #pragma GCC target("amx-tile,amx-bf16,prefer-vector-width=512")
 
-#include "amx_vec.h"
+#include "tiles_vec.h"
 #include "linear_rows.h"
 
 namespace k3 {
@@ -56,6 +56,16 @@ void block(const uint8_t* a, const uint8_t* b, int64_t b_apart, int64_t steps, f
         _tile_stored(3, lower + 256, 64);
     }
     settle();
+}
+
+// The same without the unit: 8 weight rows by two tiles or 16 by one are as many sums as registers hold.
+template <int X>
+void block_of_pairs(const uint8_t* a, const uint8_t* b, int64_t b_apart, int64_t steps, float* c,
+                    int64_t c_apart, bool first) {
+    constexpr int R = X == 2 ? 8 : 16;
+    for (int64_t i = 0; i < BLOCK_ROWS; i += R)
+        pairs<R, X>(a + i / TILE_ROWS * TILE_BYTES + i % TILE_ROWS * 64, 64, 2 * TILE_BYTES, b, TILE_BYTES,
+                    b_apart, steps, c + i / TILE_ROWS * c_apart + i % TILE_ROWS * 16, 16, 256, first);
 }
 
 // ---- weights to bfloat16: 32 columns of one row at a time, `apart` bytes from one another ----
@@ -158,7 +168,7 @@ void pack_weight(const Weight& w, int64_t begin, int64_t from, int64_t columns, 
 
 }  // namespace
 
-void Amx::pack_x(const uint16_t* const* rows, const Panel& x, int64_t tile) {
+void Tiles::pack_x(const uint16_t* const* rows, const Panel& x, int64_t tile) {
     for (int64_t b = 0; b < x.blocks(); b++) {
         uint8_t* out = x.at(b, tile);
         for (int64_t s = 0; s < x.steps(b); s++, out += TILE_BYTES) {
@@ -188,19 +198,19 @@ struct Product {
         pack_weight(w, i, b * DEPTH, x.columns(b), next_rows, next_columns, room);
         const int64_t across = x.tiles(), apart = x.steps(b) * TILE_BYTES;
         float* to = c + (i - begin) / TILE_ROWS * across * 256;
+        const auto two = x.unit ? block<2> : block_of_pairs<2>;
+        const auto one = x.unit ? block<1> : block_of_pairs<1>;
         for (int64_t j = 0; j < across; j += 2)
-            if (j + 1 < across)
-                block<2>(room, x.at(b, j), apart, x.steps(b), to + j * 256, across * 256, b == 0);
-            else
-                block<1>(room, x.at(b, j), apart, x.steps(b), to + j * 256, across * 256, b == 0);
+            (j + 1 < across ? two : one)(room, x.at(b, j), apart, x.steps(b), to + j * 256, across * 256,
+                                         b == 0);
     }
 };
 
 }  // namespace
 
-void Amx::multiply(const Weight& w, int64_t begin, int64_t end, const Panel& x, float* c,
+void Tiles::multiply(const Weight& w, int64_t begin, int64_t end, const Panel& x, float* c,
                    uint8_t* room) {
-    const Tiles tiles;
+    const Unit unit(x.unit);
     const Product product{w, begin, end, x, c, room};
     if (x.rows <= FEW_ROWS) {  // memory is the limit: whole weight rows, in the order they lie
         for (int64_t i = begin; i < end; i += BLOCK_ROWS)
@@ -214,7 +224,7 @@ void Amx::multiply(const Weight& w, int64_t begin, int64_t end, const Panel& x, 
         }
 }
 
-void Amx::write(const float* c, int64_t apart, int64_t weight_rows, int64_t x_rows, uint16_t* out,
+void Tiles::write(const float* c, int64_t apart, int64_t weight_rows, int64_t x_rows, uint16_t* out,
                 int64_t stride) {
     __m512i low[16], high[16];
     for (int i = 0; i < 16; i++) {
@@ -231,7 +241,7 @@ void Amx::write(const float* c, int64_t apart, int64_t weight_rows, int64_t x_ro
     }
 }
 
-void Amx::activate(const Activation& act, const float* const* gate, const float* const* up,
+void Tiles::activate(const Activation& act, const float* const* gate, const float* const* up,
                    uint8_t* out) {
     alignas(64) float a[512], b[512];
     alignas(64) uint16_t y[512];
