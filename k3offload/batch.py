@@ -131,13 +131,15 @@ class Batch(Iterator[Result]):
     def __next__(self) -> Result:
         with self._lock:
             while not self._ready:
-                if self._fatal is not None:
+                if self._fatal is not None and not self._held:
                     raise self._fatal
-                if not self._admit() and not self._jobs and not self._ready:
+                if self._fatal is not None:  # those that waited for an earlier one are done
+                    self._ready.extend(self._held.pop(index) for index in sorted(self._held))
+                elif not self._admit() and not self._jobs and not self._ready:
                     raise StopIteration
-                if self._jobs and not self._ready:
+                elif self._jobs and not self._ready:
                     self._pause()
-                    self._step()
+                    self._sweep()
             result = self._ready.popleft()
             if self._raises and result.error is not None:
                 self.close()
@@ -241,6 +243,15 @@ class Batch(Iterator[Result]):
         self._end(Result(document.id, index, "", (), "error", bare(error)))
 
     # ---- sweeps ----
+
+    def _sweep(self) -> None:
+        """A step; an error of the engine itself comes after the results that are held."""
+        try:
+            self._step()
+        except K3Error as error:
+            if not self._held:
+                raise
+            self._fatal = error
 
     def _step(self) -> None:
         """A sweep, and what came of it."""

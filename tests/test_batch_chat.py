@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,12 +17,16 @@ from k3offload.batch import Batch
 from k3offload.batch_results import Going, Result
 from k3offload.chat import Encoder
 from k3offload.chat_parse import Answer, Parser
+from k3offload.cli_options import How, loading_options
 from k3offload.constrain import Grammar
 from k3offload.documents import Document
 from k3offload.engine import Engine
 from k3offload.find import find_model
 from k3offload.generate import Done, Token
 from k3offload.loading import open_engine
+from k3offload.run_batch import Task
+from k3offload.run_ray_worker import BLOCK, ROW, Answers, Asked, Work
+from k3offload.session_identity import identity
 from tests.helpers_chat import folder_with
 from tests.helpers_engine import call
 
@@ -217,6 +222,21 @@ def test_what_chats_begin_with_is_computed_once(folder: Path, engine: Engine) ->
     with sharing(folder, 192) as shares:  # no room for more than a block
         assert {r.reused for r in shares.batch(documents, **how)} == {256}
         assert said(list(shares.batch(documents, **how))) == said(anew)
+
+
+def test_a_worker_of_ray_answers_the_same(
+    engine: Engine, folder: Path, whole: dict[str, Any]
+) -> None:
+    task = Task("{text}", MOST, DRAWN)
+    work = Work(
+        str(folder), loading_options(How(threads=1)), {"sessions": 3, "context": 512}, task,
+        identity(engine),
+    )  # fmt: skip
+    block = pickle.dumps([Asked(document, "a") for document in chats()[:5]])
+    rows = [pickle.loads(row[ROW][0]) for row in Answers(work)({BLOCK: [block]})]
+    assert [row.record["id"] for row in rows] == [document.id for document in chats()[:5]]
+    for row in rows:
+        assert (row.record["text"], row.record.get("message")) == whole[row.record["id"]][2:4]
 
 
 def lines_of(file: Path) -> dict[str, Any]:
