@@ -127,7 +127,7 @@ def test_a_stop_string_ends_the_content_alone(engine: Engine) -> None:
     (whole,) = engine.batch([plain], max_new_tokens=60)
     assert "seal" in whole.text
     (found,) = engine.batch(
-        [replace(plain, settings={"stop": ("seal", "message")})], max_new_tokens=60
+        [replace(plain, settings={"stop": ("seal", "response")})], max_new_tokens=60
     )
     assert found.text == whole.text.partition("seal")[0] and found.finish_reason == "stop"
     assert found.tokens == whole.tokens[: len(found.tokens)] and len(found.tokens) < len(
