@@ -52,7 +52,7 @@ check: $(INSTALLED_TEST)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/pytest -n $(JOBS) --dist loadfile
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 bench: $(INSTALLED_TEST)
 	$(BIN)/python -m benchmarks.run

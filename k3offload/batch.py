@@ -16,12 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from .batch_prompt import PLACE, Head, around
-from .batch_results import NEW, Going, Job, Result, Tally, bare
+from .batch_prompt import PLACE
+from .batch_request import Asking
+from .batch_results import Going, Job, Result, Tally, bare
 from .choose_label import Chosen, LabelLoop, Labels
 from .constrain import constraint
 from .documents import Document
@@ -35,7 +35,7 @@ from .errors import (
     TokenizerError,
     UsageError,
 )
-from .generate import Done, Loop, Prefill, Request, Token
+from .generate import Done, Loop, Prefill, Token
 from .sampling import Sampling
 from .scheduler.admission import Admission
 from .scheduler.remaining import Remaining, UnderWay
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 READY, HELD = 64, 4096  #: results that wait at most before more documents are looked at
 LOST = 16  #: documents in a row that could not be read and end the batch; twice the places at least
-SETTINGS = frozenset({"temperature", "top_k", "top_p", "min_p", "seed", "stop"})
 NEW_TOKENS = 256  #: of an answer, where nobody says how many
 
 Order = Literal["input", "completed"]
@@ -83,8 +82,6 @@ class Batch(Iterator[Result]):
         """See ``Engine.batch``.  ``pause``: called before every sweep, when all results have been
         handed out.  ``going``: where to go on with a document, if anywhere; a session that cannot
         be loaded, or is not of this document, is begun anew."""
-        head, self._tail = around(prompt)
-        self._head = Head(engine, head)
         for name, value, known in (
             ("on_error", on_error, ("record", "raise")),
             ("order", order, ("input", "completed")),
@@ -98,9 +95,8 @@ class Batch(Iterator[Result]):
         self._engine = engine
         if sampling is not None and sampling.grammar is not None:
             constraint(engine.tokenizer, sampling.grammar)  # refused now, and not by each document
-        self._sampling = sampling or Sampling()
         self._raises, self._in_order = on_error == "raise", order == "input"
-        self._watch, self._pause, self._going, self._clock = watch, pause, going, clock
+        self._watch, self._pause, self._clock = watch, pause, clock
         self._documents: Iterator[tuple[int, Document | str]] = enumerate(documents)
         self._lock = threading.RLock()  # closing waits for the sweep under way
         self._more = True
@@ -114,6 +110,9 @@ class Batch(Iterator[Result]):
         elif label_end:
             raise UsageError("label_end means nothing without labels.", "Leave it out.")
         self._most = most
+        self._asking = Asking(
+            engine, prompt, most, sampling or Sampling(), self._labels is not None, going
+        )
         self._jobs: dict[int, Job] = {}
         self._admission = Admission(places)
         self._rest, self._swept = Remaining(engine.plan.sweep_rows), 0.0
@@ -132,13 +131,15 @@ class Batch(Iterator[Result]):
     def __next__(self) -> Result:
         with self._lock:
             while not self._ready:
-                if self._fatal is not None:
+                if self._fatal is not None and not self._held:
                     raise self._fatal
-                if not self._admit() and not self._jobs and not self._ready:
+                if self._fatal is not None:  # those that waited for an earlier one are done
+                    self._ready.extend(self._held.pop(index) for index in sorted(self._held))
+                elif not self._admit() and not self._jobs and not self._ready:
                     raise StopIteration
-                if self._jobs and not self._ready:
+                elif self._jobs and not self._ready:
                     self._pause()
-                    self._step()
+                    self._sweep()
             result = self._ready.popleft()
             if self._raises and result.error is not None:
                 self.close()
@@ -214,9 +215,9 @@ class Batch(Iterator[Result]):
             return
         session: Session | None = None
         try:
-            request, earlier = self._request(document)
-            session = request.session
-            said = self._loop.add(index, request)
+            asked = self._asking.request(document)
+            session = asked.request.session
+            said = self._loop.add(index, asked.request)
         except (UsageError, TokenizerError, SessionError) as error:
             self._refused(index, document, session, error)
             return
@@ -228,8 +229,7 @@ class Batch(Iterator[Result]):
             self._documents = itertools.chain([(index, document)], self._documents)
             self._admission.places = len(self._jobs)
             return
-        job = Job(index, document, request, earlier, self._clock(), self.tally.sweeps)
-        job.pieces.append(said)
+        job = Job(index, document, asked, said, self._clock(), self.tally.sweeps)
         self._jobs[index] = job
         self._rest.taken(True)
         self.tally.prompt_tokens += job.prompt
@@ -242,48 +242,16 @@ class Batch(Iterator[Result]):
         self._rest.taken(False)
         self._end(Result(document.id, index, "", (), "error", bare(error)))
 
-    def _request(self, document: Document) -> tuple[Request, Going]:
-        """The request, and what an earlier run did of it.  Raises ``UsageError`` for settings or a
-        text that cannot be."""
-        if not isinstance(document.text, str):
-            raise UsageError(f"The document is a {type(document.text).__name__}.", "Give text.")
-        text = self._head.text + document.text + self._tail
-        if not text:
-            raise UsageError("The document is empty.", "Leave it out, or give a prompt around it.")
-        settings = dict(document.settings)
-        settings.pop("model", None)  # whatever it names, this one answers
-        if self._labels is not None and settings:
-            raise UsageError(
-                f"The setting {min(settings)!r} means nothing beside labels.", "Leave it out."
-            )
-        most = settings.pop("max_tokens", self._most)
-        if unknown := settings.keys() - SETTINGS:
-            raise UsageError(f"Nobody knows the setting {min(unknown)!r}.", "Leave it out.")
-        sampling = replace(self._sampling, **settings)
-        tokens = self._engine.encode(text)
-        self._engine.check_context(len(tokens) + most)
-        going = self._going(document)
-        if going is not None and (session := self._loaded(document, tokens, going)) is not None:
-            made = session.tokens[len(tokens) :]
-            return Request(session, most, sampling, made), going
-        self._head.compute(tokens)
-        session = self._engine.session()
-        session.append(tokens)
-        return Request(session, most, sampling), NEW
-
-    def _loaded(self, document: Document, tokens: list[int], going: Going) -> Session | None:
-        """The session of an earlier run for a document of ``tokens``."""
-        try:
-            session = self._engine.load_session(going.folder)
-        except (SessionError, OSError) as error:
-            self._engine.warn(f"{document.id} is begun anew: {error}")
-            return None
-        if session.tokens[: len(tokens)] == tuple(tokens):
-            return session
-        session.close()
-        return None
-
     # ---- sweeps ----
+
+    def _sweep(self) -> None:
+        """A step; an error of the engine itself comes after the results that are held."""
+        try:
+            self._step()
+        except K3Error as error:
+            if not self._held:
+                raise
+            self._fatal = error
 
     def _step(self) -> None:
         """A sweep, and what came of it."""
@@ -298,6 +266,9 @@ class Batch(Iterator[Result]):
                 self._finish(job, event)
             else:
                 assert isinstance(event, Prefill)
+        for job in [job for job in self._jobs.values() if job.complete]:
+            self._loop.drop(job.index)
+            self._finish(job, Done(job.index, "stop", "", len(job.tokens)))
         if sweeping and any(self._engine.last_rows):
             self._count(before, begin)
         self._watch(self.tally)
@@ -332,9 +303,7 @@ class Batch(Iterator[Result]):
         result = Result(
             id=job.document.id,
             index=job.index,
-            text="".join(job.pieces) + done.text,
             tokens=tuple(job.tokens),
-            finish_reason=done.finish_reason,
             error=error,
             prompt_tokens=job.prompt,
             reused=said.reused,
@@ -342,6 +311,7 @@ class Batch(Iterator[Result]):
             first_token=said.first_token,
             sweeps=said.sweeps,
             scores=done.choice.scores if isinstance(done, Chosen) else (),
+            **job.answer(done),
         )
         self._end(result)
         self._lost = self._lost + 1 if isinstance(error, (ReadError, CheckpointError)) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -17,7 +18,7 @@ from .cli_open import open_model, read_text, seeded
 from .cli_options import Choice, How, Model, at_least_one, loading_options, takes_how
 from .config import KDA_CHUNK
 from .constrain import Grammar, constraint
-from .documents import count_documents, read_documents
+from .documents import Document, count_documents, read_documents
 from .errors import UsageError
 from .find import find_model
 from .progress import Progress, loading_libraries, write_out
@@ -90,6 +91,8 @@ def batch(
     path = _path(out, model, output)
     with Progress() as progress:
         documents = read_documents(inputs, **columns._asdict(), but=path)
+        first = list(itertools.islice(documents, 2))
+        documents = itertools.chain(first, documents)
         with loading_libraries(progress):
             from .batch_meter import BatchMeter
 
@@ -99,7 +102,8 @@ def batch(
         meter = BatchMeter(progress, total, output.json_progress)
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:
-            return _sizes(task, ask, total, tokenizer, spec)
+            head = _chat_head(first, tokenizer, find_model(model), ask.context)
+            return _sizes(task, ask, total, head, tokenizer, spec)
 
         run = Run(model, inputs, documents, columns, task, path, output, progress, meter)
         if machines.ray is None:
@@ -160,10 +164,10 @@ def _labels(among: Among, progress: Progress) -> tuple[str, ...]:
 
 
 def _sizes(
-    task: Task, ask: Ask, total: int | None, tokenizer: Tokenizer, spec: ModelSpec
+    task: Task, ask: Ask, total: int | None, chat_head: int, tokenizer: Tokenizer, spec: ModelSpec
 ) -> dict[str, int | None]:
     """What is to be planned.  What the task names is refused now; and the memory that compiling a
-    grammar takes is counted."""
+    grammar takes is counted.  ``chat_head``: tokens that chats have in common."""
     from .batch_prompt import around
     from .choose_label import Labels
 
@@ -187,8 +191,23 @@ def _sizes(
         "fewest": fewest,
         "answer": answer,
         "fewer": True,
-        "prefix_head": 0 if total == 1 else head,
+        "prefix_head": 0 if total == 1 else max(head, chat_head),
     }
+
+
+def _chat_head(first: list[Document], tokenizer: Tokenizer, folder: Path, context: int) -> int:
+    """Tokens that the first two documents have in common, if they are chats."""
+    from .batch_chat import Chats
+    from .batch_prompt import shared
+
+    chats = [document.chat for document in first if document.chat is not None]
+    if len(chats) < 2:
+        return 0
+    try:
+        one, other = map(Chats(tokenizer, folder).encode, chats)
+    except UsageError:  # told when its turn comes
+        return 0
+    return len(shared(one[:context], other))
 
 
 def _path(out: Path, model: str, output: Output) -> Path:

@@ -53,7 +53,7 @@ class Output(NamedTuple):
         float, typer.Option(help="Seconds between saves of answers under way; 0 is never.")
     ] = SAVE_EVERY
     output_format: Annotated[
-        str, typer.Option(help="records; openai: lines of OpenAI's Batch API for completions.")
+        str, typer.Option(help="records; openai: lines of OpenAI's Batch API.")
     ] = RECORDS
     json_progress: Annotated[bool, typer.Option(help="Progress as JSON on stdout.")] = False
     as_json: AsJson = False

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .cli_open import as_text
 from .cli_options import AsJson
 from .errors import UsageError
+from .paths import show_path
 from .progress import write_out
 
 
@@ -23,18 +26,25 @@ def kernels(
     candidates: Annotated[
         bool, typer.Option(help="What may stand in the tuning table beside the default.")
     ] = False,
+    known: Annotated[
+        Path | None,
+        typer.Option(help="An earlier --json; what is as it was there is not compiled."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile every GPU kernel at K3's sizes, without a GPU: registers, memory, spills."""
     from .kernels.triton_run import ARCHITECTURES
     from .kernels_offline import as_json as stored
-    from .kernels_offline import compile_all, compile_candidates, render
+    from .kernels_offline import compile_all, compile_candidates, read_json, render
 
     wanted = arch or list(ARCHITECTURES)
     if unknown := [a for a in wanted if a not in ARCHITECTURES]:
-        known = ", ".join(map(str, ARCHITECTURES))
-        raise UsageError(f"--arch {unknown[0]} is not known.", f"Use {known}.")
-    rows = compile_candidates(wanted) if candidates else compile_all(archs=wanted)
+        every = ", ".join(map(str, ARCHITECTURES))
+        raise UsageError(f"--arch {unknown[0]} is not known.", f"Use {every}.")
+    if candidates and known is not None:
+        raise UsageError("--known is about the usual table.", "Leave out --candidates, or it.")
+    found = [] if known is None else read_json(as_text(known.read_bytes(), show_path(known)))
+    rows = compile_candidates(wanted) if candidates else compile_all(archs=wanted, known=found)
     write_out(stored(rows).rstrip() if as_json else render(rows))
     if spilled := [row for row in rows if row.decode and row.spilled]:
         write_out(f"{len(spilled)} kernels that run for every token spill registers.")

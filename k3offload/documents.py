@@ -50,11 +50,13 @@ class Document:
 
     id: unique in the batch, and UTF-8.  Of a file it is the path below the folder or pattern, of
         a row its id, or ``FILE:LINE`` where it has none.
-    text: what fills the prompt; empty where there is an ``error``.
+    text: what fills the prompt; empty where there is an ``error`` or a ``chat``.
     error: why it cannot be read.
     source: the file, or ``FILE:LINE``, for messages; in one line.
     settings: what a batch request sets for itself, as ``documents_jsonl.SETTINGS`` and ``model``.
     note: what the report should say of a document that could be read, such as a damage mended.
+    chat: messages to answer in the model's chat format: the arguments of ``chat.Encoder.encode`` by
+        name, but ``reasoning_effort`` for the effort, as in OpenAI's requests.
     """
 
     id: str
@@ -63,6 +65,12 @@ class Document:
     source: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+    chat: Mapping[str, Any] | None = None
+
+    @property
+    def size(self) -> int:
+        """Characters of what is asked."""
+        return len(self.text) if self.chat is None else len(repr(self.chat))
 
 
 class _Found(NamedTuple):
@@ -299,7 +307,9 @@ def _of_file(found: _Found, kind: str, fields: Fields, limit: int) -> Iterator[D
         for row in read_rows(path, kind, name, fields, limit):
             place = f":{row.place}"
             document_id = found.inside + place if row.id is None else row.id
-            yield Document(document_id, row.text, row.error, name + place, row.settings)
+            yield Document(
+                document_id, row.text, row.error, name + place, row.settings, chat=row.chat
+            )
     except K3Error as error:
         yield Document(found.inside, error=error, source=name)
 
@@ -324,7 +334,7 @@ class _Ids:
             f"{document.source}: the id {document.id!r} was there before.",
             "Give every document an id of its own.",
         )
-        return replace(document, id=f"{document.id}#{number}", text="", error=error)
+        return replace(document, id=f"{document.id}#{number}", text="", chat=None, error=error)
 
     def _new(self, name: str) -> bool:
         before = len(self._known)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, Final
 
+from .documents_chat import AS_IT_IS as CHAT_AS_IT_IS
+from .documents_chat import URL as CHAT
+from .documents_chat import Refuse, read_chat
 from .documents_row import (
-    NOTHING,
     Content,
     Fields,
     Row,
@@ -30,7 +32,6 @@ from .sampling import Sampling
 
 LINE: Final = ("custom_id", "method", "url", "body")
 COMPLETIONS: Final = "/v1/completions"
-CHAT: Final = "/v1/chat/completions"
 #: What a document may set for itself; the rest of ``settings`` is ``model``, as it stands there.
 SETTINGS: Final = ("max_tokens", "temperature", "top_p", "seed", "stop")
 #: Fields that say in these words what is done anyway.
@@ -85,9 +86,11 @@ def _json_row(line: bytes, number: int, place: str, fields: Fields, limit: int) 
 
     def content() -> Content:
         if request:
-            text, settings = read_request(value, place)
-            return checked(text, f"{place}: the prompt", limit), settings
-        return _plain(value, place, fields.text, limit), NOTHING
+            asked = read_request(value, place)
+            if asked.chat is None:
+                checked(asked.text, f"{place}: the prompt", limit)
+            return asked
+        return Content(_plain(value, place, fields.text, limit))
 
     return make_row(number, id_of, content)
 
@@ -128,8 +131,8 @@ def _plain(value: dict[str, Any], place: str, chosen: str | None, limit: int) ->
     if field not in value:
         if chosen is None and "messages" in value:
             raise DocumentError(
-                f"{place} holds messages: chat requests come with the chat encoder.",
-                "Give the text as prompt.",
+                f"{place} holds messages, and is no batch request.",
+                f"Write it as one, with the url {CHAT} and the messages in its body.",
             )
         raise missing("text", field, value, place)
     if chosen is None and (wrong := [name for name in SETTINGS if name in value]):
@@ -147,8 +150,9 @@ def is_request(line: Mapping[str, Any]) -> bool:
     return "body" in line and any(name in line for name in ("custom_id", "method", "url"))
 
 
-def read_request(line: Mapping[str, Any], place: str) -> tuple[str, dict[str, Any]]:
-    """Prompt and settings of the request ``line``; its ``custom_id`` is read by the caller.
+def read_request(line: Mapping[str, Any], place: str) -> Content:
+    """Prompt or chat, and settings, of the request ``line``; its ``custom_id`` is read by the
+    caller.
 
     The settings are those of ``SETTINGS`` that it gives, ``stop`` as a tuple, and ``model``.
     Raises ``DocumentError``, which begins with ``place``, for what cannot be done as asked.
@@ -163,21 +167,20 @@ def read_request(line: Mapping[str, Any], place: str) -> tuple[str, dict[str, An
     if line["method"] != "POST":
         raise refuse(f"has the method {short(line['method'])}", "Only POST is known.")
     body, url = line["body"], line["url"]
-    if url == CHAT:
-        raise refuse(
-            f"asks for {CHAT}: chat requests come with the chat encoder",
-            f"Send the text as the prompt of {COMPLETIONS}.",
-        )
-    if url != COMPLETIONS:
-        raise refuse(f"asks for {short(url)}, which is not known", f"Use {COMPLETIONS}.")
+    if url not in (COMPLETIONS, CHAT):
+        raise refuse(f"asks for {short(url)}, which is not known", f"Use {COMPLETIONS} or {CHAT}.")
     if not isinstance(body, dict):
         raise refuse(f"has a body that is {kind_of(body)}", "Make it an object.")
     if extra := [name for name in line if name not in LINE]:
         raise refuse(f"has the field {short(extra[0])}, which is not known", "Leave it out.")
-    return _prompt(body, refuse), _settings(body, refuse)
+    if url == CHAT:
+        chat, rest = read_chat(body, refuse)
+        return Content("", _settings(rest, CHAT_AS_IT_IS, refuse), chat)
+    text, rest = _prompt(body, refuse), {n: v for n, v in body.items() if n != "prompt"}
+    return Content(text, _settings(rest, _AS_IT_IS, refuse))
 
 
-def _prompt(body: dict[str, Any], refuse: Callable[[str, str], DocumentError]) -> str:
+def _prompt(body: dict[str, Any], refuse: Refuse) -> str:
     if "prompt" not in body:
         raise refuse("has no field 'prompt' in its body", "Give the text there.")
     prompt = body["prompt"]
@@ -187,10 +190,12 @@ def _prompt(body: dict[str, Any], refuse: Callable[[str, str], DocumentError]) -
     return prompt
 
 
-def _settings(body: dict[str, Any], refuse: Callable[[str, str], DocumentError]) -> dict[str, Any]:
-    given = {name: value for name, value in body.items() if name != "prompt" and value is not None}
+def _settings(
+    body: Mapping[str, Any], as_it_is: Mapping[str, Any], refuse: Refuse
+) -> dict[str, Any]:
+    given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
-        usual = _AS_IT_IS.get(name)
+        usual = as_it_is.get(name)
         if usual == value and isinstance(usual, bool) == isinstance(value, bool):
             continue
         if name not in (*SETTINGS, "model"):

@@ -17,7 +17,6 @@ from .errors import DocumentError
 from .findings import listing
 
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
-Content = tuple[str, Mapping[str, Any]]  # text and settings
 CHOOSE: Final = "Choose the column or field of the {0} with {0}_field (--{0}-field)."
 
 
@@ -26,6 +25,14 @@ class Fields(NamedTuple):
 
     id: str | None = None
     text: str | None = None
+
+
+class Content(NamedTuple):
+    """What is asked of a model: a text, or else messages with what belongs to them (``chat``)."""
+
+    text: str
+    settings: Mapping[str, Any] = NOTHING
+    chat: Mapping[str, Any] | None = None
 
 
 class Row(NamedTuple):
@@ -40,20 +47,21 @@ class Row(NamedTuple):
     text: str = ""
     error: DocumentError | None = None
     settings: Mapping[str, Any] = NOTHING
+    chat: Mapping[str, Any] | None = None
 
 
 def make_row(place: int, id_of: Callable[[], str | None], content: Callable[[], Content]) -> Row:
-    """The row of an id and a ``content`` of text and settings, or with the first error of them.
+    """The row of an id and a ``content``, or with the first error of them.
 
     A good id stays with a text that is bad.
     """
     known = None
     try:
         known = id_of()
-        text, settings = content()
+        text, settings, chat = content()
     except DocumentError as error:
         return Row(place, known, error=error)
-    return Row(place, known, text, settings=settings)
+    return Row(place, known, text, settings=settings, chat=chat)
 
 
 def checked_id(value: object, field: str, place: str) -> str:

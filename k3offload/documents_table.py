@@ -16,7 +16,6 @@ from typing import Any, BinaryIO, Final, NamedTuple, TextIO
 from .documents_jsonl import json_lines, json_rows
 from .documents_row import (
     CHOOSE,
-    NOTHING,
     Content,
     Fields,
     Row,
@@ -210,7 +209,7 @@ def _csv_row(
         return None if id_cell is None else checked_id(cell(id_cell), names[id_cell], place)
 
     def content() -> Content:
-        return checked(cell(text_cell), f"{place}: {names[text_cell]!r}", limit), NOTHING
+        return Content(checked(cell(text_cell), f"{place}: {names[text_cell]!r}", limit))
 
     return make_row(record.first, id_of, content)
 
@@ -297,7 +296,7 @@ def _parquet_row(
         text = cell(chosen.text)
         if text is None:
             raise DocumentError(f"{place}: {chosen.text!r} is null.", "Leave it out, or fill it.")
-        return checked(text, f"{place}: {chosen.text!r}", limit), NOTHING
+        return Content(checked(text, f"{place}: {chosen.text!r}", limit))
 
     return make_row(number, id_of, content)
 

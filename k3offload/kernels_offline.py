@@ -1,20 +1,23 @@
 """Every Triton kernel compiled for every architecture, without a GPU: registers, memory, spills.
 
 The sizes are those of K3.  What the assembler says about the machine code stands in a table, so
-that a change which makes a kernel spill is seen where there is no GPU to see it on.
+that a change which makes a kernel spill is seen where there is no GPU to see it on.  A row has a
+digest of all that its compiler was given; as long as that is the same, so is the row.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .errors import UsageError
@@ -40,7 +43,8 @@ BLOCK_SHARED = 1 << 10  #: bytes that the system keeps of each block's shared me
 @dataclass(frozen=True)
 class Row:
     """A kernel on an architecture.  ``spilled``: bytes of local memory of a thread; ``occupancy``:
-    part of the warps of a multiprocessor that can be there at a time."""
+    part of the warps of a multiprocessor that can be there at a time; ``source``: digest of what
+    was compiled."""
 
     kernel: str
     arch: int
@@ -49,6 +53,7 @@ class Row:
     spilled: int
     occupancy: float
     decode: bool
+    source: str
 
 
 def launches(sizes: Sizes) -> list[Compiled]:
@@ -65,19 +70,24 @@ def launches(sizes: Sizes) -> list[Compiled]:
     return [one for module in modules for one in module.compiled(sizes)]
 
 
-def compile_all(sizes: Sizes | None = None, archs: Iterable[int] = ARCHITECTURES) -> list[Row]:
-    """A row for each launch and architecture.  Each processor compiles for one at a time, in a
-    process of its own: compilers do not share one well."""
+def compile_all(
+    sizes: Sizes | None = None, archs: Iterable[int] = ARCHITECTURES, known: Collection[Row] = ()
+) -> list[Row]:
+    """A row for each launch and architecture; one of ``known`` where its source is the same.  Each
+    processor compiles for one at a time, in a process of its own: compilers do not share one
+    well."""
     kinds = tuple(archs)
     workers = min(len(kinds), default_threads())
+    columns_known = [[row for row in known if row.arch == kind] for kind in kinds]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        columns = list(pool.map(_column, [sizes or Sizes()] * len(kinds), kinds))
+        columns = list(pool.map(_column, [sizes or Sizes()] * len(kinds), kinds, columns_known))
     return [row for rows in zip(*columns, strict=True) for row in rows]
 
 
-def _column(sizes: Sizes, arch: int) -> list[Row]:
+def _column(sizes: Sizes, arch: int, known: Iterable[Row]) -> list[Row]:
     """A row for each launch."""
-    return [compile_one(one, arch) for one in launches(sizes)]
+    found = {(row.kernel, row.source): row for row in known}
+    return [compile_one(one, arch, found) for one in launches(sizes)]
 
 
 def compile_candidates(archs: Iterable[int] = ARCHITECTURES) -> list[Row]:
@@ -95,8 +105,11 @@ def compile_candidates(archs: Iterable[int] = ARCHITECTURES) -> list[Row]:
     return rows
 
 
-def compile_one(one: Compiled, arch: int) -> Row:
-    """Compile a launch for compute capability ``arch`` and read what the assembler says."""
+def compile_one(
+    one: Compiled, arch: int, known: Mapping[tuple[str, str], Row] = MappingProxyType({})
+) -> Row:
+    """Compile a launch for compute capability ``arch`` and read what the assembler says; or the
+    row of ``known``, by kernel and source."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -107,12 +120,32 @@ def compile_one(one: Compiled, arch: int) -> Row:
     attrs = {(arguments.index(name),): [["tt.divisibility", 16]] for name in one.aligned}
     source = ASTSource(one.kernel, dict(one.signature), constants, attrs)
     options = {"num_warps": one.warps, "num_stages": one.stages, **FUSION}
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    target = GPUTarget("cuda", arch, 32)
+    digest = _digest(source, target, options)
+    if (row := known.get((one.name, digest))) is not None:
+        return row
+    made = triton.compile(source, target=target, options=options)
     registers, shared, spilled = _resources(made.asm["cubin"])
     shared = max(shared, int(made.metadata.shared))
     warps = _warps(arch, registers, shared, one.warps)
     occupancy = round(warps / PROCESSORS[arch][1], 2)
-    return Row(one.name, arch, registers, shared, spilled, occupancy, one.decode)
+    return Row(one.name, arch, registers, shared, spilled, occupancy, one.decode, digest)
+
+
+def _digest(source: Any, target: Any, options: Mapping[str, Any]) -> str:
+    """Of what Triton's passes and the assembler are given: the first form of the program, without
+    the lines that it stood on, and all options.  That costs a twentieth of compiling it."""
+    from triton._C.libtriton import ir
+    from triton.compiler import make_backend
+
+    backend, context = make_backend(target), ir.context()
+    whole = backend.parse_options(dict(options))
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions, modules = backend.get_codegen_implementation(whole), backend.get_module_map()
+    program = source.make_ir(target, whole, functions, modules, context).str_nodebug()
+    given = f"{target}\n{sorted(map(str, vars(whole).items()))}\n{program}"
+    return hashlib.sha256(given.encode()).hexdigest()[:16]
 
 
 def _resources(cubin: bytes) -> tuple[int, int, int]:
@@ -158,3 +191,18 @@ def as_json(rows: Iterable[Row]) -> str:
     facts: dict[str, Any] = {"triton": triton.__version__, "rows": []}
     lines = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
     return json.dumps(facts)[:-3] + f"[\n  {lines}\n]}}\n"
+
+
+def read_json(text: str) -> list[Row]:
+    """The rows of a stored table; none if another compiler made it, or it has no sources.  Raises
+    ``UsageError`` for what is no such table."""
+    import triton
+
+    try:
+        facts = json.loads(text)
+        rows = [Row(**{"source": "", **row}) for row in facts["rows"]]
+        return rows if facts["triton"] == triton.__version__ else []
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"This is no table of kernels: {error!r}.", "Make one by --json."
+        ) from None

@@ -176,7 +176,8 @@ def _going(state: State) -> Going:
 def digest_of(decides: str, document: Document) -> str:
     """What the line of ``document`` is known by; ``decides``: of what they have in common."""
     wrong = "" if document.error is None else str(document.error)
-    return digest(decides, document.text, dict(document.settings), wrong)
+    chat = () if document.chat is None else (dict(document.chat),)
+    return digest(decides, document.text, dict(document.settings), wrong, *chat)
 
 
 def record(result: Result) -> dict[str, Any]:
@@ -197,6 +198,8 @@ def record(result: Result) -> dict[str, Any]:
             "sweeps": result.sweeps,
         },
     }
+    if result.message is not None:
+        facts["message"] = dict(result.message)
     if result.scores:
         facts["label"] = result.text
         facts["scores"] = [

@@ -184,6 +184,11 @@ def run_ray(
     tally, decides = Tally(), digest(work.identity, work.task.prompt, work.task.options())
     meter.begins(tally, None)  # only an engine could say what is left
     wanted = _wanted(work.task, documents, decides, records, progress, meter, tally)
+    if under_way := len(records.running()):
+        progress.say(
+            f"warning: {under_way:,} answers under way were saved here, and workers begin them "
+            "anew; a run without --ray goes on with them"
+        )
     records.flush()
     left = wanted.count(1)
     if left:

@@ -109,12 +109,12 @@ class Reading:
         ):
             if not wanted:
                 continue
-            if block and (len(block) >= self.most or held + len(document.text) > TEXT):
+            if block and (len(block) >= self.most or held + document.size > TEXT):
                 yield pickle.dumps(block)
                 block, held = [], 0
             sent = replace(document, settings=dict(document.settings))  # a view cannot be
             block.append(Asked(sent, digest_of(self.decides, document)))
-            held += len(document.text)
+            held += document.size
         if block:
             yield pickle.dumps(block)
 

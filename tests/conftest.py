@@ -1,4 +1,5 @@
-"""Says so in one sentence when the checkout lost its links; makes property tests repeatable."""
+"""Says so in one sentence when the checkout lost its links; makes property tests repeatable; lets
+the files that take longest begin first."""
 
 from __future__ import annotations
 
@@ -23,3 +24,15 @@ for _name in ("kernels", "tiers", "scheduler"):
             "imported: this copy of the repository lost its symbolic links; clone it again with "
             "git (core.symlinks=true) or make the three links by hand."
         )
+
+#: Long, and most of few tests: begun last, one would keep a worker while the others idle.
+LONGEST = (
+    "test_kernels_offline", "test_ray", "test_memory", "test_memory_skewed", "test_cli_batch",
+    "test_triton_linear", "test_triton_rows", "test_evaluate_operators", "test_report_browser",
+    "test_acceptance", "test_checkpoint_full", "test_tiny_full",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))

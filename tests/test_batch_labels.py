@@ -18,9 +18,11 @@ from k3offload.batch_results import Going, Result, Tally
 from k3offload.choose_label import Choice
 from k3offload.documents import Document
 from k3offload.engine import Engine
-from k3offload.errors import CheckpointError, DoesNotFit, NumericError, UsageError
+from k3offload.errors import CheckpointError, DoesNotFit, NumericError, ReadError, UsageError
 from k3offload.layout import EMBED
 from k3offload.scheduler.plan import Demand, Limits, Plan, make_plan
+from k3offload.tiers.base import PageId
+from tests.helpers_broken import Broken
 from tests.helpers_engine import least
 
 LABELS = [" heaven", " earth", " heavens and all the host of them", " a", " sea, and the dry land"]
@@ -252,6 +254,35 @@ def test_labels_wait_for_room_that_others_take(engine: Engine) -> None:
             assert scores(list(tight.batch(prompts, labels=labels))) == wanted
             assert score_labels(tight, prompts, labels) == wanted
             del taken
+
+
+def test_a_lost_label_counts_beside_one_without_room(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first label needs two more blocks and has to wait; an expert of the other is lost.  That
+    is what the document is told, and not that there was no room."""
+    prompt, labels, asked = " unto" * 250, [" and" * 280, " of" * 9, " a"], set[PageId]()
+
+    def on_route(layer: int, group: Any, experts: Any, weights: Any, scores: Any) -> None:
+        asked.update(PageId(layer, int(e)) for e in experts.view(-1))
+
+    engine.hooks.on_route = on_route
+    with engine.session() as session:
+        session.append(prompt)
+        session.logits()
+        of_prompt = asked.copy()
+        session.append(engine.encode(labels[1])[:-1])
+        session.logits()
+    engine.hooks.on_route = lambda *routed: None
+    broken = Broken(monkeypatch)
+    with load("nano", sessions=4, context=700) as tight:
+        state = tight.new_state()
+        one, block = state.bytes_after(250), state.bytes_after(300) - state.bytes_after(250)
+        taken = Taken()
+        tight._ledger.charge(taken, tight._ledger.capacity - (3 * one + block), "")
+        broken.lose(tight.checkpoint, min(asked - of_prompt))
+        (found,) = tight.batch([prompt], labels=labels)
+        assert isinstance(found.error, ReadError), found.error
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def play(engine: Engine, clock: Clock, given: Sequence[Document], **how: Any) ->
     return seen, clock.now
 
 
-ENDED = Sampling(temperature=1.0, seed=5, stop=("of", "un"))  # answers of 1 to 100 tokens
+ENDED = Sampling(temperature=1.0, seed=5, stop=("of", "un"))  # answers of 1 to 24 tokens
 STREAM, COMPUTE = (60.0, 1.0, 0.3), (1.0, 10.0, 5.0)  # what a sweep costs: itself, or its rows
 CASES: dict[str, tuple[tuple[float, float, float], list[Document], dict[str, Any], bool]] = {
     "short": (STREAM, documents(60), {"max_new_tokens": 3}, True),
@@ -86,9 +86,9 @@ CASES: dict[str, tuple[tuple[float, float, float], list[Document], dict[str, Any
     "all prompt": (STREAM, documents(40, most=300), {"max_new_tokens": 2}, True),
     "rows cost": (COMPUTE, documents(30), {"max_new_tokens": 20}, True),
     "some are bad": (STREAM, documents(60, bad=5), {"max_new_tokens": 10}, False),
-    "they end": (STREAM, documents(60), {"max_new_tokens": 100, "sampling": ENDED}, False),
+    "they end": (STREAM, documents(60), {"max_new_tokens": 24, "sampling": ENDED}, False),
     "they end and rows cost": (
-        COMPUTE, documents(60), {"max_new_tokens": 100, "sampling": ENDED}, False,
+        COMPUTE, documents(60), {"max_new_tokens": 24, "sampling": ENDED}, False,
     ),
 }  # fmt: skip
 

@@ -12,7 +12,8 @@ import pytest
 
 from k3offload import load
 from k3offload.batch import LOST
-from k3offload.batch_results import Result
+from k3offload.batch_results import Result, Tally
+from k3offload.documents import Document
 from k3offload.errors import CheckpointError, ReadError
 from k3offload.generate import Done, Request, generate
 from k3offload.tiers.base import PageId
@@ -154,6 +155,41 @@ def test_where_everything_is_lost_the_sweep_ends_at_once(broken: Broken) -> None
         batch.close()
         broken.mend()
         check(list(engine.batch(TEXTS, max_new_tokens=COUNT)), set())
+
+
+def test_what_was_held_back_for_an_earlier_one_comes_before_the_error(broken: Broken) -> None:
+    with load("nano", sessions=5, context=256, cache="1M") as engine:
+
+        def watch(tally: Tally) -> None:
+            broken.gone = 0 if tally.documents >= 3 else None
+
+        long = Document("0", TEXTS[0], settings={"max_tokens": 60})
+        batch = engine.batch([long, *TEXTS[1:]], max_new_tokens=COUNT, watch=watch)
+        done: list[Result] = []
+        with pytest.raises(ReadError, match="No such device"):
+            done.extend(batch)
+        assert len(done) == batch.tally.documents >= 3
+        assert [r.index for r in done] == sorted(r.index for r in done) and done[0].index > 0
+        for result in done:
+            assert result.tokens == alone()[0][result.index].tokens
+
+
+def test_a_watcher_is_told_of_lost_pages(broken: Broken) -> None:
+    """And may end the sweep, with what it raises."""
+    page, who = page_of_few()
+    told: list[PageId] = []
+    with load("nano", sessions=5, context=256) as engine:
+        engine.hooks.on_lost = told.append
+        broken.lose(engine.checkpoint, page)
+        check(list(engine.batch(TEXTS, max_new_tokens=COUNT)), who)
+        assert set(told) == {page} and len(told) <= len(who)
+
+        def ends(page: PageId) -> None:
+            raise CheckpointError(f"Somebody watches {page.expert}.", "Look away.")
+
+        engine.hooks.on_lost = ends
+        with pytest.raises(CheckpointError, match=f"Somebody watches {page.expert}"):
+            list(engine.batch(TEXTS, max_new_tokens=COUNT))
 
 
 def test_a_trunk_that_cannot_be_read_ends_the_batch(

@@ -88,7 +88,7 @@ def test_chosen_fields(tmp_path: Path) -> None:
         ({"prompt": "a", "id": " "}, "the id in 'id' is empty"),
         ({"prompt": "a", "id": "\udc00"}, "the id in 'id' is no UTF-8"),
         ({"prompt": "a", "max_tokens": 5}, "has max_tokens beside its prompt, where it would be"),
-        ({"messages": []}, "holds messages: chat requests come with the chat encoder"),
+        ({"messages": []}, "holds messages, and is no batch request. Write it as one, with the "),
     ],
 )
 def test_bad_lines(line: Any, message: str, tmp_path: Path) -> None:
@@ -163,7 +163,6 @@ def test_batch_requests(tmp_path: Path) -> None:
         (request({"prompt": "a"}, method=...), "has no field 'method'"),
         (request({"prompt": "a"}, url=...), "has no field 'url'"),
         (request({"prompt": "a"}, method="GET"), "has the method 'GET'. Only POST"),
-        (request({"messages": []}, url="/v1/chat/completions"), "come with the chat encoder"),
         (request({"input": "a"}, url="/v1/embeddings"), "asks for '/v1/embeddings', which is not"),
         (request("a"), "has a body that is a text"),
         (request({"prompt": "a"}, priority=1), "has the field 'priority', which is not known"),

@@ -28,7 +28,7 @@ GROUPS = {
     "spec": "spec inventory config_fields config_read precision",
     "data": "checkpoint headers json_stream shards findings find survey check_values "
     "constrain constrain_schema tokenizer tokenizer_json textstream sampling layout forecast_sizes "
-    "documents documents_jsonl documents_row documents_table documents_text "
+    "documents documents_chat documents_jsonl documents_row documents_table documents_text "
     "batch_file batch_index batch_lines batch_openai batch_records batch_states "
     "chat chat_bodies chat_format chat_messages chat_parse",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
@@ -36,7 +36,8 @@ GROUPS = {
     "model": "adaptive hooks model layer_kda layer_mla layer_moe stream",
     "session": "prefix_folder prefixes session session_identity session_load session_manifest "
     "session_save",
-    "engine": "accelerator batch batch_prompt batch_results choose_label conversation "
+    "engine": "accelerator batch batch_chat batch_prompt batch_request batch_results choose_label "
+    "conversation "
     "device_warmup devices open_device engine engine_plan loading budget budget_kernels generate "
     "options plan_text spilling turns warmup",
     "edge": "bench_compare bench_read check inspect kernels_offline make_tiny plot_svg progress "

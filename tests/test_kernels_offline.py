@@ -28,9 +28,14 @@ def command(cache: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(not installed(), reason="Triton is not installed")
 def test_all_kernels_compile_as_the_stored_table_says(tmp_path: Path) -> None:
-    done = command(tmp_path, "--json")
+    """Each kernel for one architecture at least, and for all whose source is not the stored one."""
+    stored, count = json.loads(STORED.read_text()), len(ARCHITECTURES)
+    known = [{**row, "source": "x", "registers": 1} if i // count % count == i % count else row
+             for i, row in enumerate(stored["rows"])]  # fmt: skip
+    (tmp_path / "known.json").write_text(json.dumps({**stored, "rows": known}))
+    done = command(tmp_path, "--json", "--known", str(tmp_path / "known.json"))
     assert done.returncode == 0, done.stderr
-    made, stored = json.loads(done.stdout), json.loads(STORED.read_text())
+    made = json.loads(done.stdout)
     names = [(row["kernel"], row["arch"]) for row in made["rows"]]
     assert names == [(row["kernel"], row["arch"]) for row in stored["rows"]]
     assert {arch for _, arch in names} == set(ARCHITECTURES)
@@ -41,6 +46,31 @@ def test_all_kernels_compile_as_the_stored_table_says(tmp_path: Path) -> None:
         assert made == stored
 
 
+SOURCES = """
+from k3offload.kernels.triton_run import Sizes
+from k3offload.kernels_offline import Row, compile_one, launches
+
+class Known(dict):
+    def get(self, key):
+        return Row(key[0], 0, 0, 0, 0, 0.0, False, key[1])
+
+one = next(one for one in launches(Sizes()) if one.constants)
+name, value = next((n, v) for n, v in one.constants.items() if type(v) is int)
+others = [(one, 80), (one, 80), (one, 90), (one._replace(warps=2 * one.warps), 80),
+          (one._replace(aligned=()), 80), (one._replace(constants={**one.constants, name: 2 * value}), 80)]
+print(*(compile_one(*other, Known()).source for other in others))
+"""  # noqa: E501
+
+
+@pytest.mark.skipif(not installed(), reason="Triton is not installed")
+def test_a_source_is_all_that_the_compiler_is_given() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", SOURCES], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    first, again, *others = done.stdout.split()
+    assert first == again and len({first, *others}) == 5
+
+
 def test_occupancy() -> None:
     assert _warps(80, 32, 0, 4) == 64  # as many warps as there can be
     assert _warps(89, 128, 0, 4) == 16  # 65,536 registers / (128 x 32) = 16 warps
@@ -49,7 +79,7 @@ def test_occupancy() -> None:
 
 
 def test_text() -> None:
-    row = Row("some_kernel", 89, 128, 4096, 8, 0.33, True)
+    row = Row("some_kernel", 89, 128, 4096, 8, 0.33, True, "a")
     assert "some_kernel  sm_89     128     4,096        8       33%" in render([row])
 
 
@@ -58,6 +88,7 @@ def test_text() -> None:
     ("env", "options", "message"),
     [
         ({}, ["--arch", "75"], "--arch 75 is not known. Use 80, 86"),
+        ({}, ["--known", __file__], "This is no table of kernels"),
         ({"TRITON_INTERPRET": "1"}, [], "Kernels are interpreted (TRITON_INTERPRET=1)."),
     ],
 )

@@ -24,7 +24,7 @@ from k3offload.cli_options import How, loading_options
 from k3offload.documents import Document, read_documents
 from k3offload.errors import BatchError, ReadError, UsageError
 from k3offload.progress import Progress
-from k3offload.run_batch import Task
+from k3offload.run_batch import Task, digest_of
 from k3offload.run_ray_worker import BLOCK, ROW, Answers, Asked, Reading, Row, Work
 from k3offload.sampling import Sampling
 from tests.helpers_engine import call
@@ -70,10 +70,17 @@ def test_rows_of_a_table_keep_their_settings(
     monkeypatch.chdir(tmp_path)
     request = {"custom_id": "a", "method": "POST", "url": "/v1/completions",
                "body": {"model": "m", "prompt": "hi", "max_tokens": 3}}  # fmt: skip
-    (tmp_path / "in.jsonl").write_text(json.dumps(request))
-    ((document, _),) = blocks(Reading("in.jsonl", {}, str(tmp_path), "", b"\1", 4))[0]
+    messages = [{"role": "user", "content": "hi"}]
+    chat = {**request, "custom_id": "b", "url": "/v1/chat/completions",
+            "body": {"messages": messages}}  # fmt: skip
+    (tmp_path / "in.jsonl").write_text(f"{json.dumps(request)}\n{json.dumps(chat)}\n")
+    ((document, _), (other, known)) = blocks(
+        Reading("in.jsonl", {}, str(tmp_path), "", b"\1\1", 4)
+    )[0]
     assert (document.id, document.text) == ("a", "hi")
     assert document.settings == {"model": "m", "max_tokens": 3}
+    assert other.chat == {"messages": messages, "thinking": True}
+    assert known != digest_of("", replace(other, chat={**other.chat, "thinking": False}))
 
 
 @pytest.fixture(name="work")
@@ -275,6 +282,7 @@ def test_what_ends_a_run_says_where_and_what(
         (["--ray", "ray://head:10001"], "with --ray auto"),
         (["--ray", "local", "--save-every", 60], "--save-every"),
         (["--ray", "local", "--trace", "folder"], "--trace: workers record nothing"),
+        (["--ray", "local", "--trace-with", "ahead"], "--trace: workers record nothing"),
         (["--ray", "local", "--device", "cuda:1"], "which GPU a worker gets is Ray's choice"),
         (["--ray", "local", "--dtype", "float8"], "float8"),
         (["--ray", "127.0.0.1:1"], "there is no Ray to connect to: ConnectionRefusedError"),
