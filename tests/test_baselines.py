@@ -264,6 +264,17 @@ def test_one_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "killed" in command.row(line)
 
 
+def test_all_of_it_needs_that_much_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.psutil, "virtual_memory", lambda: Namespace(available=1_000_000))
+    line = line_of("resident-unlimited")
+    assert line["failed"].startswith("1 MB of memory are free") and "tokens" not in line
+
+
+def test_read_ahead_is_known_of_drives(tmp_path: Path) -> None:
+    found = command.read_ahead(tmp_path)
+    assert found is None or (found >= 0 and found % 1024 == 0)
+
+
 def test_arguments() -> None:
     for words in (["--new", "1"], ["--prompt", "0"], ["--rounds", "0"]):
         with pytest.raises(SystemExit):

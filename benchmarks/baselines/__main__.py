@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.baselines.cgroup import Group, make_group
 from benchmarks.baselines.cold import evict
@@ -55,8 +56,12 @@ def contend(name: str, given: argparse.Namespace) -> Line:
         "--model", str(given.model), "--budget", str(given.budget),
         "--prompt", str(given.prompt), "--new", str(given.new), "--dtype", given.dtype,
     ]  # fmt: skip
+    free = psutil.virtual_memory().available
     try:
-        found = _run(command if group is None else [*group.joining, *command], given.timeout)
+        if not bounded and free < 1.2 * whole:
+            found = {"failed": f"{show_size(free)} of memory are free, for {show_size(whole)}"}
+        else:
+            found = _run(command if group is None else [*group.joining, *command], given.timeout)
         if group is not None:
             found |= {"peak_bytes": group.peak()}
             if "failed" in found and group.killed():
@@ -93,6 +98,18 @@ def _run(command: list[str], timeout: float) -> Line:
         errors.seek(0)
         said = errors.read().strip().splitlines()
         return {"failed": said[-1][:300] if said else f"ended with {done.returncode}"}
+
+
+def read_ahead(file: Path) -> int | None:
+    """Bytes that the system reads ahead when mapped pages of ``file`` are touched."""
+    device = file.stat().st_dev
+    place = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for folder in (place, place.resolve().parent):  # a partition's is that of its drive
+        try:
+            return int((folder / "queue" / "read_ahead_kb").read_text()) * 1024
+        except OSError:
+            continue
+    return None
 
 
 def judged(line: Line, ours: Line | None) -> Line:
@@ -157,6 +174,7 @@ def main(words: list[str] | None = None) -> None:
     about = {
         "benchmark": "baselines", "model": given.model.name, "budget": given.budget,
         "prompt": given.prompt, "new": given.new, "dtype": given.dtype,
+        "read_ahead_bytes": read_ahead(given.model / "config.json"),
     }  # fmt: skip
     print(HEAD)
     reference: Line | None = None

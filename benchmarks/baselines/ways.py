@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from benchmarks.baselines.model import K3, Glu, Moe, read_config
 
 PREFIX = "language_model."
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8}
 ROOM = 400_000_000  #: bytes of the budget that ``accelerate-auto`` leaves to computing
 
 
@@ -58,14 +58,20 @@ def opened(folder: Path, way: str, budget: int) -> K3:
 
 
 def _tensors(which: Mapping[str, Place]) -> Iterator[tuple[str, Tensor]]:
-    """Views of the mapped files, a file at a time."""
+    """Views of the mapped files: nothing is read before it is used."""
     by_file: dict[Path, list[str]] = {}
     for name, place in which.items():
         by_file.setdefault(place.file, []).append(name)
     for file, several in by_file.items():
-        with safe_open(file, "pt") as mapped:
-            for name in several:
-                yield name, mapped.get_tensor(which[name].tensor)
+        with file.open("rb") as opened_file:
+            length = int.from_bytes(opened_file.read(8), "little")
+            header = json.loads(opened_file.read(length))
+        size = file.stat().st_size
+        whole = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
+        for name in several:
+            about = header[which[name].tensor]
+            begin, end = (8 + length + at for at in about["data_offsets"])
+            yield name, whole[begin:end].view(DTYPES[about["dtype"]]).view(about["shape"])
 
 
 def _mapped(model: K3, which: Mapping[str, Place], budget: int = 0) -> None:
