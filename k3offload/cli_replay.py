@@ -58,7 +58,10 @@ def replay(
                 raise UsageError(f"{path} holds no tokens.", "Record a run that comes to its end.")
             trace = bench_replay.as_in(recorded, checkpoint)
             rooms = [bench_policies.room(text, trace) for text in capacity or ["25%"]]
-            known = {"trace": recorded.digest, "path": str(path), "rows": len(trace.best)}
+            known = {
+                "trace": recorded.digest, "path": str(path), "rows": len(trace.best),
+                "rounds": rounds, "layer_seconds": layer,
+            }  # fmt: skip
             found = bench_replay.compare(
                 trace, checkpoint, rooms, policies, predictors,
                 Pace(layer, layer / 10), rounds, seed, progress.show,
@@ -73,6 +76,8 @@ def replay(
 
 def _row(line: dict[str, Any], first: bool) -> list[str]:
     """One row of the table, under its head where a trace begins."""
+    from .bench_replay import ENOUGH
+
     head = []
     if first:
         head = [
@@ -88,5 +93,5 @@ def _row(line: dict[str, Any], first: bool) -> list[str]:
         f"{show_size(line['bytes']):>10}{line['rate'] / 1e9:>6.2f} GB/s"
         f"{line['latency'] * 1e3:>6.2f} ms{line['seconds']:>8.2f} s"
         f"{line['modelled_seconds']:>8.2f} s{line['ratio']:>7.3f}{line['waited_ratio']:>7.3f}"
-        f"{'' if line['within'] else '  off by more than 15 %'}",
+        f"{'' if abs(line['ratio'] - 1) <= ENOUGH else f'  off by more than {ENOUGH:.0%}'}",
     ]
