@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -265,7 +266,7 @@ def test_one_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_all_of_it_needs_that_much_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.psutil, "virtual_memory", lambda: Namespace(available=1_000_000))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Namespace(available=1_000_000))
     line = line_of("resident-unlimited")
     assert line["failed"].startswith("1 MB of memory are free") and "tokens" not in line
 

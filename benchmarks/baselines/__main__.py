@@ -59,7 +59,7 @@ def contend(name: str, given: argparse.Namespace) -> Line:
     free = psutil.virtual_memory().available
     try:
         if not bounded and free < 1.2 * whole:
-            found = {"failed": f"{show_size(free)} of memory are free, for {show_size(whole)}"}
+            found = Line(failed=f"{show_size(free)} of memory are free, for {show_size(whole)}")
         else:
             found = _run(command if group is None else [*group.joining, *command], given.timeout)
         if group is not None:
