@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -274,6 +275,28 @@ def test_all_of_it_needs_that_much_free_memory(monkeypatch: pytest.MonkeyPatch) 
 def test_read_ahead_is_known_of_drives(tmp_path: Path) -> None:
     found = command.read_ahead(tmp_path)
     assert found is None or (found >= 0 and found % 1024 == 0)
+
+
+def test_a_run_that_is_ended_leaves_no_group() -> None:
+    words = ["--model", str(checkpoint(**BRIEF)), "--budget", "900M", "--no-results"]
+    words += ["--contender", "mmap", "--new", "9999"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.baselines", *words],
+        cwd=command.ROOT,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (children := psutil.Process(run.pid).children()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert children
+        run.terminate()
+        assert run.wait(60) == 143
+        psutil.wait_procs(children, timeout=20)
+        assert not any(child.is_running() for child in children)
+        assert not list(cgroup.ROOT.glob(f"**/k3-baseline-{run.pid}"))
+    finally:
+        run.kill()
 
 
 def test_arguments() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -169,6 +170,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     given = arguments(words)
+    signal.signal(signal.SIGTERM, lambda *some: sys.exit(143))  # the group goes away then too
     names = given.contender or list(CONTENDERS)
     names.sort(key=lambda name: name != OURS)  # the others' answers are held beside ours
     about = {
