@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import __version__, cli_compare
+from . import __version__, cli_compare, cli_replay
 from .cli_options import AsJson, Model, at_least_one
 from .config import parse_size, show_size
 from .errors import UsageError
@@ -28,6 +28,7 @@ def add_to(app: typer.Typer) -> None:
     bench.command("read")(read)
     bench.command("policies")(policies)
     cli_compare.add_to(bench)
+    cli_replay.add_to(bench)
     app.add_typer(bench, name="bench")
 
 

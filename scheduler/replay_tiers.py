@@ -99,6 +99,7 @@ class ModelTier(_Tier):
         self._queue: list[tuple[int, int, _Read]] = []  # some outdated
         self._ends: list[tuple[float, int, _Read]] = []
         self.moved = self.started = 0  #: bytes that came, and reads that were asked for
+        self.over: float | None = None  #: when the last request was served
 
     def read(self, page: PageId, into: Any, priority: Priority = Priority.DEMAND) -> Ticket:
         read = _Read(self, page, priority)
@@ -132,6 +133,8 @@ class ModelTier(_Tier):
         self.waited += self.now - before
 
     def settle(self) -> None:
+        """All requests are served; end what was read ahead in vain."""
+        self.over = self.now
         while self._ends:
             self._end()
 

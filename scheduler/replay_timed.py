@@ -1,13 +1,15 @@
 """Replay in which reads take time: predictors, late pages and waits, without hardware.
 
 Here the store, the schedule, the policy and the predictor are the live ones; only the tier below
-is not real (``replay_tiers.py``).  With a log of when reads ended, everything happens as it did in
-the run; in modelled time it is close, and with predictor ``none`` no byte depends on time at all.
+is not real (``replay_tiers.py``), or it is and nothing is computed (``replay_real.py``).  With a
+log of when reads ended, everything happens as it did in the run; in modelled time it is close, and
+with predictor ``none`` no byte depends on time at all.
 What prompts and crowds that decode read ahead (``Schedule.read_on``) is known from a log only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ from .counts import Counts
 from .hints import Predictor, spread
 from .lease import Event
 from .replay import Leases, Step, check
+from .replay_real import RealTier
 from .replay_tiers import LoggedTier, ModelTier, Sleep
 from .schedule import Schedule
 from .store import ExpertStore
@@ -42,19 +45,22 @@ def replay_timed(
     run: Leases,
     policy: CachePolicy,
     predictor: Predictor,
-    slots: int,
-    tier: ModelTier | LoggedTier,
+    slots: int | Sequence[Any],
+    tier: ModelTier | LoggedTier | RealTier,
     *,
     guessed: Guessed = Guessed(),  # noqa: B008, it is immutable
     pace: Pace = Pace(),  # noqa: B008
 ) -> Counts:
-    """Counts of ``run`` over ``tier``; seconds waited are those of the tier."""
+    """Counts of ``run`` over ``tier``; seconds waited are those of the tier.  ``slots``: how many,
+    or the memory of each, for a real tier."""
     tier.orders = run.orders
-    store = ExpertStore(tier, [None] * slots, policy, change=Sleep(tier))
+    memory = [None] * slots if isinstance(slots, int) else slots
+    change = None if isinstance(tier, RealTier) else Sleep(tier)
+    store = ExpertStore(tier, memory, policy, change=change)
     log = tier if isinstance(tier, LoggedTier) else None
     if log is not None:
         store.watch = log.watch
-    clock = (lambda: tier.now) if isinstance(tier, ModelTier) else (lambda: 0.0)
+    clock = (lambda: 0.0) if isinstance(tier, LoggedTier) else (lambda: tier.now)
     schedule = Schedule(store, predictor, run.top_k, clock)
     sweep, guesses = -1, False
     for step in run.steps():
@@ -82,9 +88,12 @@ def replay_timed(
                     break
     tier.settle()
     counts = store.counts
-    counts.wait_seconds = 0.0
-    if isinstance(tier, ModelTier):
-        counts.wait_seconds = tier.waited
+    if isinstance(tier, RealTier):  # a ticket has ended a moment before the store hears of it
+        with store._change:
+            store._change.wait_for(lambda: not store._loading and not store._ending)
+    else:
+        counts.wait_seconds = tier.waited if isinstance(tier, ModelTier) else 0.0
+    if not isinstance(tier, LoggedTier):
         assert counts.bytes == tier.moved  # what it says it read is what came
         assert counts.misses + counts.prefetches == tier.started
     check(counts, tier.size(run.first), len(store._unused))
