@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from .config import parse_size
 from .errors import UsageError
-from .registry import implementation, names
+from .registry import chosen, names, short
 from .scheduler.belady import Belady
 from .scheduler.counts import Counts
 from .scheduler.replay import Cache, Leases, Requests, Step, replay
@@ -81,12 +81,18 @@ def room(text: str, trace: Trace) -> Room:
 
 
 def chosen_names(kind: str, given: Sequence[str] | None, all_of: bool) -> list[str]:
-    """The names of ``given``, or all that there are.  Raises ``UsageError``."""
-    known = names("scheduler", kind)
-    for name in given or ():
-        if name not in known:
-            raise UsageError(f"There is no {kind} {name!r}.", f"Use {', '.join(known)}.")
-    return list(dict.fromkeys(given)) if given else (known if all_of else [NOTHING])
+    """The names of ``given``, or all that there are; also paths of files of one's own.  Raises
+    ``UsageError``."""
+    if not given:
+        return names("scheduler", kind) if all_of else [NOTHING]
+    found = list(dict.fromkeys(given))
+    for name in found:
+        chosen(kind, name)
+    if len({short(name) for name in found}) < len(found):
+        raise UsageError(
+            f"Two of {', '.join(found)} have the same name.", "Call one of the files otherwise."
+        )
+    return found
 
 
 def compare(
@@ -111,7 +117,8 @@ def compare(
                 below = Requests()
                 counts, low = _play(trace, run, place, policy, predictor, speeds, below)
                 seconds = round(time.perf_counter() - begin, 3)
-                what = {"policy": policy, "predictor": predictor, "capacity": place.text}
+                what = {"policy": short(policy), "predictor": short(predictor)}
+                what["capacity"] = place.text
                 for tier, found in enumerate((counts, low)):
                     if found is None:
                         continue
@@ -134,7 +141,7 @@ def _play(
 ) -> tuple[Counts, Counts | None]:
     """Counts of the nearest tier, and of the one below it if there is one; ``seen`` hears what
     that is asked for."""
-    make = implementation("scheduler", "policy", policy).Policy
+    make = chosen("policy", policy)
     slots, size = place.slots[0], trace.page_bytes
     low: Cache | None = None
     if len(place.slots) == 2:
@@ -144,9 +151,7 @@ def _play(
     else:
         disk, bus = speeds.links
         tier = ModelTier(size, disk) if low is None else ModelTier(size, bus, low, disk)
-        guess = implementation("scheduler", "predict", predictor).Predictor(
-            trace.layers.tolist(), trace.experts, trace.top_k
-        )
+        guess = chosen("predict", predictor)(trace.layers.tolist(), trace.experts, trace.top_k)
         counts = replay_timed(
             run, make(slots), guess, slots, tier, guessed=trace.guessed, pace=speeds.pace
         )
@@ -166,7 +171,7 @@ class _Heard(Cache):
 
 
 def _bounds(run: Iterable[Step], slots: int, size: int, distinct: int) -> Bounds:
-    lru = implementation("scheduler", "policy", BASELINE).Policy
+    lru = chosen("policy", BASELINE)
     least = replay(run, Belady(run), slots, size).bytes
     return Bounds(replay(run, lru(slots), slots, size).bytes, least, distinct * size)
 

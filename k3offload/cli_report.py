@@ -33,7 +33,9 @@ def report(
         list[str] | None,
         typer.Option(help="Like 25% or 64G, repeatable; 5, 12, 25, 50 and 75% if unset."),
     ] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Repeatable; all if unset.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Or a policy_NAME.py; repeatable, all if unset.")
+    ] = None,
     rows: Annotated[
         int | None, typer.Option(help="Tokens of each trace to replay; all if unset.")
     ] = None,

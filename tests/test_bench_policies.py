@@ -98,7 +98,7 @@ def test_a_new_policy_appears_by_itself(tmp_path: Path, monkeypatch: pytest.Monk
     ("given", "said"),
     [
         (["--policy", "best"], "There is no policy 'best'"),
-        (["--predictor", "oracle"], "There is no predict 'oracle'"),
+        (["--predictor", "oracle"], "There is no predictor 'oracle'"),
         (["--capacity", "x%"], "'x%' is no share"),
         (["--capacity", "0%"], "0 experts of 336"),
         (["--capacity", "1k+2k+3k"], "one tier or of two"),
