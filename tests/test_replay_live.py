@@ -122,10 +122,11 @@ class _OnTime(ModelTier):
         return super().read(page, into, priority)
 
 
-@pytest.mark.parametrize("link", [Link(1e9, 1e-4), Link(1e7, 0, 2), Link(2e6, 0, 2, PAGE // 3)])
 @pytest.mark.parametrize(
-    ("name", "predict", "slots"), [("lru", "router", 84), ("reuse", "router", 40),
-                                   ("lfru", "repeat", 40)],
+    ("name", "predict", "slots", "link"),
+    [("lru", "router", 84, Link(1e9, 1e-4)), ("lru", "router", 84, Link(1e7, 0, 2)),
+     ("lru", "router", 84, Link(2e6, 0, 2, PAGE // 3)), ("reuse", "router", 40, Link(1e7, 0, 2)),
+     ("lfru", "repeat", 40, Link(2e6, 0, 2, PAGE // 3))],
 )  # fmt: skip
 def test_an_engine_whose_disk_keeps_time_has_the_model_s_counts(
     name: str, predict: str, slots: int, link: Link, tmp_path: Path, monkeypatch: Any
