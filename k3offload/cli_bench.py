@@ -55,12 +55,9 @@ def read(
 
 def policies(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Folders or zip files.")],
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Or a policy_NAME.py; repeatable, all if unset.")
-    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Repeatable; all if unset.")] = None,
     predictor: Annotated[
-        list[str] | None,
-        typer.Option(help="Or a predict_NAME.py, in modelled time; repeatable, none if unset."),
+        list[str] | None, typer.Option(help="Repeatable, in modelled time; none if unset.")
     ] = None,
     capacity: Annotated[
         list[str] | None,
