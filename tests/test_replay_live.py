@@ -115,7 +115,10 @@ class _OnTime(ModelTier):
     def __init__(self, disk: Any, link: Link) -> None:
         super().__init__(PAGE, link)
         self._disk = disk
-        self.order = disk.order
+
+    def order(self, page: PageId) -> int:
+        place: int = self._disk.order(page)
+        return place
 
     def read(self, page: PageId, into: Any, priority: Priority = Priority.DEMAND) -> Ticket:
         self._disk.read(page, into).wait()

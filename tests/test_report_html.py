@@ -176,8 +176,8 @@ def test_several_traces_have_an_overview(
     name, share, least = "Bytes, % of LRU's", dict[Any, float](), dict[Any, Any]()
     for line in lines:
         place = Path(line["path"]).name, line["capacity"]
-        share[(*place, line["policy"])] = 100 * line["bytes"] / line["lru_bytes"]
-        share[(*place, "MIN")] = 100 * line["min_bytes"] / line["lru_bytes"]
+        for policy, size in ((line["policy"], line["bytes"]), ("MIN", line["min_bytes"])):
+            share[place + (policy,)] = 100 * size / line["lru_bytes"]  # noqa: RUF005, Python 3.10
         least[place] = min(least.get(place, (9e9, "")), (line["bytes"], line["policy"]))
     keys = list(zip(page.column(name, "capacity"), page.column(name, "policy"), strict=True))
     assert keys == [(c, p) for c in ("12%", "50%") for p in ("lru", "lfru", "MIN")]
