@@ -34,7 +34,7 @@ from .layer_moe import Side, activation
 from .model import Sides
 from .open_device import vram_limit
 from .options import Options
-from .registry import implementations
+from .registry import chosen
 from .scheduler.plan import Demand, Plan
 from .scheduler.store import ExpertStore
 from .tiers.base import Buffer, PageId, Ticket
@@ -168,7 +168,7 @@ class Accelerator:
         self._ends.callback(tier.close)
         size, count = self.plan.slot_bytes, self.plan.slots
         memory = self.device.allocate(size * count).view(count, size)
-        policy = implementations("scheduler", "policy")[self._options.policy].Policy(count)
+        policy = chosen("policy", self._options.policy)(count)
         self.store = ExpertStore(tier, list(memory), policy)
         if self._options.adaptive:
             times = self._copy_seconds(slots, memory[0]), self._cpu_seconds(weights, slots)

@@ -8,14 +8,19 @@ a predictor is modelled time: a link, and seconds of computing.
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from multiprocessing import get_context
+from typing import Any, Final, NamedTuple
 
 from .config import parse_size
 from .errors import UsageError
-from .registry import implementation, names
+from .machine import default_threads
+from .registry import chosen, names, short
 from .scheduler.belady import Belady
 from .scheduler.counts import Counts
 from .scheduler.replay import Cache, Leases, Requests, Step, replay
@@ -26,6 +31,8 @@ from .trace import Trace
 
 CAPACITIES = ("12%", "25%", "50%")
 BASELINE, NOTHING = "lru", "none"
+LARGE: Final = 10_000_000  #: requests of all replays from which processes of their own pay
+PR_SET_PDEATHSIG: Final = 1  #: of Linux's prctl
 
 
 class Room(NamedTuple):
@@ -81,12 +88,34 @@ def room(text: str, trace: Trace) -> Room:
 
 
 def chosen_names(kind: str, given: Sequence[str] | None, all_of: bool) -> list[str]:
-    """The names of ``given``, or all that there are.  Raises ``UsageError``."""
-    known = names("scheduler", kind)
-    for name in given or ():
-        if name not in known:
-            raise UsageError(f"There is no {kind} {name!r}.", f"Use {', '.join(known)}.")
-    return list(dict.fromkeys(given)) if given else (known if all_of else [NOTHING])
+    """The names of ``given``, or all that there are; also paths of files of one's own.  Raises
+    ``UsageError``."""
+    if not given:
+        return names("scheduler", kind) if all_of else [NOTHING]
+    found = list(dict.fromkeys(given))
+    for name in found:
+        chosen(kind, name)
+    if len({short(name) for name in found}) < len(found):
+        raise UsageError(
+            f"Two of {', '.join(found)} have the same name.", "Call one of the files otherwise."
+        )
+    return found
+
+
+class _Job(NamedTuple):
+    """A replay: of a policy, or of the bounds of a capacity where ``policy`` is empty."""
+
+    place: Room
+    predictor: str = NOTHING
+    policy: str = ""
+
+
+class _Done(NamedTuple):
+    """What a replay of a policy found: counts of each tier beside its bounds (None: those of the
+    capacity), and the seconds that it took."""
+
+    tiers: list[tuple[Counts, Bounds | None]]
+    seconds: float
 
 
 def compare(
@@ -97,30 +126,79 @@ def compare(
     speeds: Speeds = Speeds(),  # noqa: B008, it is immutable
     tell: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """A line of figures for each capacity, predictor, policy and tier."""
-    run, size = trace.leases(), trace.page_bytes
-    about = _about(trace, run)
+    """A line of figures for each capacity, predictor, policy and tier.
+
+    Large traces are replayed by processes of their own, as many as there are processors.
+    """
+    jobs = []
     for place in rooms:
-        slots = place.slots[0]
-        tell(f"{place.text}: MIN of {slots:,} slots")
-        bounds = _bounds(run, slots, size, run.distinct)
-        for predictor in predictors:
-            for policy in policies:
-                tell(f"{place.text}: {policy}, {predictor}")
-                begin = time.perf_counter()
-                below = Requests()
-                counts, low = _play(trace, run, place, policy, predictor, speeds, below)
-                seconds = round(time.perf_counter() - begin, 3)
-                what = {"policy": policy, "predictor": predictor, "capacity": place.text}
-                for tier, found in enumerate((counts, low)):
-                    if found is None:
-                        continue
-                    own = bounds
-                    if tier:
-                        own = _bounds(below, place.slots[1], size, below.distinct)
-                    figures = _figures(found, own, size)
-                    where = {"tier": tier, "slots": place.slots[tier], "replay_seconds": seconds}
-                    yield {**about, **what, **where, **figures}
+        jobs.append(_Job(place))
+        jobs += [_Job(place, predictor, policy) for predictor in predictors for policy in policies]
+    replays = _Replays(trace, speeds)
+    about, bounds = _about(trace, replays.run), Bounds(0, 0, 0)
+    found = _each(replays, jobs)
+    for job in jobs:
+        place = job.place
+        tell(f"{place.text}: " + (f"{job.policy}, {job.predictor}" if job.policy else "MIN"))
+        done = next(found)
+        if isinstance(done, Bounds):
+            bounds = done
+            continue
+        what = {"policy": short(job.policy), "predictor": short(job.predictor)}
+        for tier, (counts, own) in enumerate(done.tiers):
+            where = {"capacity": place.text, "tier": tier, "slots": place.slots[tier]}
+            seconds = {"replay_seconds": done.seconds}
+            figures = _figures(counts, own or bounds, trace.page_bytes)
+            yield {**about, **what, **where, **seconds, **figures}
+
+
+class _Replays:
+    """Replays of one trace."""
+
+    def __init__(self, trace: Trace, speeds: Speeds) -> None:
+        self.trace, self.speeds, self.run = trace, speeds, trace.leases()
+
+    def __call__(self, job: _Job) -> Bounds | _Done:
+        place, size = job.place, self.trace.page_bytes
+        if not job.policy:
+            return _bounds(self.run, place.slots[0], size, self.run.distinct)
+        begin, below = time.perf_counter(), Requests()
+        counts, low = _play(
+            self.trace, self.run, place, job.policy, job.predictor, self.speeds, below
+        )
+        seconds = round(time.perf_counter() - begin, 3)
+        tiers: list[tuple[Counts, Bounds | None]] = [(counts, None)]
+        if low is not None:
+            tiers.append((low, _bounds(below, place.slots[1], size, below.distinct)))
+        return _Done(tiers, seconds)
+
+
+def _each(replays: _Replays, jobs: Sequence[_Job]) -> Iterator[Bounds | _Done]:
+    """What ``replays`` says of each of ``jobs``, in their order."""
+    trace, count = replays.trace, min(default_threads(), len(jobs))
+    if count < 2 or len(jobs) * trace.chosen.size < LARGE:
+        yield from map(replays, jobs)
+        return
+    # started anew: a process that was forked would have the threads of zarr half
+    how = get_context("spawn")
+    with ProcessPoolExecutor(count, how, _begin, (trace, replays.speeds)) as pool:
+        yield from pool.map(_do, jobs)
+
+
+_replays: _Replays | None = None  # of this process, where it is one of several
+
+
+def _begin(trace: Trace, speeds: Speeds) -> None:
+    """In a process of its own.  It ends with the one that began it, whatever ends that."""
+    global _replays
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _replays = _Replays(trace, speeds)
+
+
+def _do(job: _Job) -> Bounds | _Done:
+    assert _replays is not None
+    return _replays(job)
 
 
 def _play(
@@ -134,7 +212,7 @@ def _play(
 ) -> tuple[Counts, Counts | None]:
     """Counts of the nearest tier, and of the one below it if there is one; ``seen`` hears what
     that is asked for."""
-    make = implementation("scheduler", "policy", policy).Policy
+    make = chosen("policy", policy)
     slots, size = place.slots[0], trace.page_bytes
     low: Cache | None = None
     if len(place.slots) == 2:
@@ -144,9 +222,7 @@ def _play(
     else:
         disk, bus = speeds.links
         tier = ModelTier(size, disk) if low is None else ModelTier(size, bus, low, disk)
-        guess = implementation("scheduler", "predict", predictor).Predictor(
-            trace.layers.tolist(), trace.experts, trace.top_k
-        )
+        guess = chosen("predict", predictor)(trace.layers.tolist(), trace.experts, trace.top_k)
         counts = replay_timed(
             run, make(slots), guess, slots, tier, guessed=trace.guessed, pace=speeds.pace
         )
@@ -166,7 +242,7 @@ class _Heard(Cache):
 
 
 def _bounds(run: Iterable[Step], slots: int, size: int, distinct: int) -> Bounds:
-    lru = implementation("scheduler", "policy", BASELINE).Policy
+    lru = chosen("policy", BASELINE)
     least = replay(run, Belady(run), slots, size).bytes
     return Bounds(replay(run, lru(slots), slots, size).bytes, least, distinct * size)
 

@@ -49,10 +49,16 @@ Isa = Annotated[
     typer.Option(envvar="K3_ISA", help="Instruction set of the native kernels; the best if unset."),
 ]
 Policy = Annotated[
-    str | None, typer.Option(envvar="K3_POLICY", help="Which expert leaves a full cache.")
+    str | None,
+    typer.Option(
+        envvar="K3_POLICY", help="Which expert leaves a full cache: a name, or a policy_NAME.py."
+    ),
 ]
 Predict = Annotated[
-    str | None, typer.Option(envvar="K3_PREDICT", help="Which experts are read ahead.")
+    str | None,
+    typer.Option(
+        envvar="K3_PREDICT", help="Which experts are read ahead: a name, or a predict_NAME.py."
+    ),
 ]
 Device = Annotated[str, typer.Option(envvar="K3_DEVICE", help="auto, cuda, cuda:N or cpu.")]
 Vram = Annotated[

@@ -33,7 +33,9 @@ def report(
         list[str] | None,
         typer.Option(help="Like 25% or 64G, repeatable; 5, 12, 25, 50 and 75% if unset."),
     ] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Repeatable; all if unset.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Or a policy_NAME.py; repeatable, all if unset.")
+    ] = None,
     rows: Annotated[
         int | None, typer.Option(help="Tokens of each trace to replay; all if unset.")
     ] = None,
@@ -49,18 +51,23 @@ def report(
     _check_place(out, sources)
     from .report_page import Page
     from .report_results import add_results
-    from .report_trace import add_trace
+    from .report_trace import add_overview, add_trace
 
     names = ", ".join(path.name for path in sources)
     page = Page(f"k3offload report: {names}")
-    page.note(f"Made by k3offload {__version__}.")
+    lines = {}
     with Progress() as progress:
         for path in sources:
             if path.suffix in RESULTS:
                 add_results(page, path, clean)
             else:
-                add_trace(page, path, capacity, policy, rows, sweep, progress.show)
+                made = add_trace(page, path, capacity, policy, rows, sweep, progress.show)
+                lines[path.name if path.name not in lines else str(path)] = made
+        if len(lines) > 1:
+            with page.above():
+                add_overview(page, lines)
         progress.clear()
+        page.note(f"Made by k3offload {__version__}.")
         page.write(out)
         progress.say(f"{show_path(out)}, {show_size(out.stat().st_size)}")
 

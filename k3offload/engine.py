@@ -32,7 +32,7 @@ from .options import PREFIX_DISK, Options, Watch
 from .precision import choose_precision
 from .prefix_folder import PrefixFolder, prefix_place
 from .prefixes import Prefixes
-from .registry import implementations
+from .registry import chosen
 from .sampling import Sampling
 from .scheduler.counts import Counts
 from .scheduler.schedule import Schedule, predictor_named
@@ -137,7 +137,7 @@ class Engine:
         self.store: ExpertStore | None = None
         if self.plan.slots:
             slab = Slab(self.plan.slots * self.plan.slot_bytes)
-            policy = implementations("scheduler", "policy")[options.policy].Policy(self.plan.slots)
+            policy = chosen("policy", options.policy)(self.plan.slots)
             self.disk.look = self.weights.arrived
             self.store = ExpertStore(self.disk, slab.slots(self.plan.slot_bytes), policy)
             if there is not None:

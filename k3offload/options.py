@@ -11,7 +11,7 @@ from .config import KDA_CHUNK
 from .errors import UsageError
 from .kernels.latent_format import PRECISIONS
 from .machine import Machine, default_threads
-from .registry import names
+from .registry import chosen
 from .scheduler.plan import Limits, Plan, Use, use_of
 from .scheduler.schedule import predictor_named
 from .spec import ModelSpec
@@ -65,9 +65,7 @@ class Options:
                 continue
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}.", "It must be at least 1.")
-        known = names("scheduler", "policy")
-        if self.policy not in known:
-            raise UsageError(f"There is no policy {self.policy!r}.", f"Use {', '.join(known)}.")
+        chosen("policy", self.policy)
         predictor_named(self.predict)
         most = THREADS_PER_PROCESSOR * default_threads()
         if self.prefix_disk is not None and self.prefix_dir is None:

@@ -24,6 +24,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 150, 50, 60
 _ACROSS: Final = _WIDTH - _LEFT - _RIGHT
 _COLOURS = ("#1b6ca8", "#c8553d", "#4c956c", "#7d5ba6", "#b8860b", "#5f7a8a", "#c2528b", "#2a9d9d")
 _LEVELS: Final = 16  #: shades of a heat map, the lowest of them nothing at all
+_STEPS: Final = (1, 2, 2.5, 5, 10)  #: between ticks, times a power of ten
 _LANE: Final = 34  #: height of a lane and its gap
 
 Points = Sequence[tuple[float, float]]
@@ -36,8 +37,8 @@ def line_chart(
     logarithmic.  The y axis begins at 0, or below if there are negative values."""
     points = [point for some in series.values() for point in some]
     xs = sorted({x for x, _ in points})
-    low, high = min(0.0, *(y for _, y in points)), max(y for _, y in points)
-    high = high if high > low else low + 1
+    ticks = _ticks(min(0.0, *(y for _, y in points)), max(y for _, y in points))
+    low, high = ticks[0], ticks[-1]
     place = (lambda x: math.log2(x)) if doublings else (lambda x: x)
     first, last = place(xs[0]), place(xs[-1])
 
@@ -49,7 +50,7 @@ def line_chart(
             round(_HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM), 1),
         )
 
-    parts = [*_paper(title, x_name, y_name), *_rules(low, high)]
+    parts = [*_paper(title, x_name, y_name), *_rules(ticks)]
     free = 0.0
     for x in xs[:: max(1, -(-len(xs) // 8))]:
         across, _ = at(x, low)
@@ -76,9 +77,10 @@ def bar_chart(
     title: str, x_name: str, y_name: str, edges: Sequence[float], heights: Sequence[float]
 ) -> str:
     """A bar between each edge and the next."""
-    high = max(*heights, 0) or 1
+    ticks = _ticks(0.0, max(*heights, 0))
+    high = ticks[-1]
     wide, deep = _ACROSS / len(heights), _HEIGHT - _TOP - _BOTTOM
-    parts = [*_paper(title, x_name, y_name), *_rules(0.0, high)]
+    parts = [*_paper(title, x_name, y_name), *_rules(ticks)]
     for number, value in enumerate(heights):
         tall = round(deep * value / high, 1)
         parts.append(
@@ -160,11 +162,13 @@ def lane_chart(
     bottom = _TOP + _LANE * len(lanes)
     left, across = 150, _WIDTH - 150 - 30
     parts = _paper(title, x_name, "", bottom + _BOTTOM - 10)
-    for i in range(5):
-        x = round(left + across * i / 4, 1)
+    for value in _ticks(0.0, end):
+        x = round(left + across * value / (end or 1), 1)
+        if value > end:
+            continue
         parts.append(
             f'<path class="rule" d="M{x} {_TOP}V{bottom}" stroke="#ddd" fill="none"/>'
-            + _text(x, bottom + 18, f"{end * i / 4:.4g}", anchor="middle")
+            + _text(x, bottom + 18, f"{value:.4g}", anchor="middle")
         )
     for number, (name, some) in enumerate(lanes.items()):
         height = _TOP + _LANE * number + 5
@@ -201,14 +205,23 @@ def _paper(title: str, x_name: str, y_name: str, height: int = _HEIGHT) -> list[
     ]
 
 
-def _rules(low: float, high: float) -> list[str]:
-    """Five lines across, with their values."""
-    deep = _HEIGHT - _TOP - _BOTTOM
-    heights = [round(_HEIGHT - _BOTTOM - deep * i / 4, 1) for i in range(5)]
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers, five or six, the first at most ``low`` and the last at least ``high``."""
+    rough = (high - low) / 4 if high > low else 0.25
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(step for step in (size * part for part in _STEPS) if step >= rough * (1 - 1e-9))
+    first, last = (math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9))
+    return [step * number for number in range(first, max(last, first + 1) + 1)]
+
+
+def _rules(ticks: Sequence[float]) -> list[str]:
+    """Lines across at ``ticks``, with their values."""
+    deep, far = _HEIGHT - _TOP - _BOTTOM, ticks[-1] - ticks[0]
+    heights = [round(_HEIGHT - _BOTTOM - deep * (tick - ticks[0]) / far, 1) for tick in ticks]
     return [
         f'<path class="rule" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}" stroke="#ddd" fill="none"/>'
-        + _text(_LEFT - 8, y + 4, f"{low + (high - low) * i / 4:.3g}", anchor="end")
-        for i, y in enumerate(heights)
+        + _text(_LEFT - 8, y + 4, f"{tick:.4g}", anchor="end")
+        for tick, y in zip(ticks, heights, strict=True)
     ]
 
 

@@ -6,7 +6,8 @@ screen, light or dark, and for paper.  This file knows no trace and draws nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import Final
@@ -25,6 +26,7 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.35rem; border-top: 2px solid var(--r
   padding-top: 1rem; margin-top: 2.5rem; } h3 { font-size: 1.1rem; margin-top: 2rem; }
 h1, h2, h3, p, li, summary { overflow-wrap: anywhere; }
 p, li { max-width: 46rem; } .note { color: var(--soft); }
+nav > ul { columns: 16rem; padding-left: 1.2rem; } nav > ul > li { break-inside: avoid; }
 figure { margin: 1rem 0; } svg { display: block; max-width: 100%; height: auto; }
 svg .paper { fill: none; } svg text { fill: var(--ink); } svg .rule { stroke: var(--rule); }
 svg .heat { fill: var(--heat); }
@@ -54,7 +56,8 @@ class Page:
     def __init__(self, title: str) -> None:
         self._title = title
         self._body: list[str] = []
-        self._contents: list[str] = []
+        self._contents: list[tuple[int, str]] = []  # level, link
+        self._headings = 0
 
     def part(self, title: str) -> None:
         self._heading(2, title)
@@ -63,9 +66,33 @@ class Page:
         self._heading(3, title)
 
     def _heading(self, level: int, title: str) -> None:
-        name = f"s{len(self._contents)}"
-        self._body.append(f'<h{level} id="{name}">{escape(title)}</h{level}>')
-        self._contents.append(f'<li><a href="#{name}">{escape(title)}</a></li>')
+        name, text = f"s{self._headings}", escape(title)
+        self._headings += 1
+        self._body.append(f'<h{level} id="{name}">{text}</h{level}>')
+        self._contents.append((level, f'<a href="#{name}">{text}</a>'))
+
+    @contextmanager
+    def above(self) -> Iterator[None]:
+        """What is added in this block stands before all that was added until then."""
+        body, contents = self._body, self._contents
+        self._body, self._contents = [], []
+        yield
+        self._body += body
+        self._contents += contents
+
+    def _nav(self) -> str:
+        """Links to parts, each with those of its sections below it."""
+        parts: list[tuple[str, list[str]]] = []
+        for level, link in self._contents:
+            if level == 2 or not parts:
+                parts.append((link, []))
+            else:
+                parts[-1][1].append(f"<li>{link}</li>")
+        lines = (
+            f"<li>{link}{'<ul>' + ''.join(some) + '</ul>' if some else ''}</li>"
+            for link, some in parts
+        )
+        return f"<nav><ul>{''.join(lines)}</ul></nav>"
 
     def say(self, text: str) -> None:
         self._body.append(f"<p>{escape(text)}</p>")
@@ -108,7 +135,6 @@ class Page:
 
     def html(self) -> str:
         title = escape(self._title)
-        contents = f"<nav><ul>{''.join(self._contents)}</ul></nav>"
         return "\n".join(
             [
                 '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -117,7 +143,7 @@ class Page:
                 '<meta name="viewport" content="width=device-width, initial-scale=1">',
                 f"<title>{title}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>",
                 f"<h1>{title}</h1>",
-                contents,
+                self._nav(),
                 *self._body,
                 "</body>\n</html>\n",
             ]

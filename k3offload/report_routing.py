@@ -74,8 +74,8 @@ def add_policies(
     policies: Sequence[str] | None,
     rows: int | None,
     tell: Tell,
-) -> None:
-    """Replay, from a cold cache and without reading ahead."""
+) -> list[dict[str, Any]]:
+    """Replay, from a cold cache and without reading ahead.  Returns the lines of its figures."""
     some = trace.rows(slice(rows))
     page.section("Hits and bytes by capacity")
     page.say(
@@ -85,6 +85,7 @@ def add_policies(
     )
     lines = list(compare(some, rooms, chosen_names("policy", policies, True), tell=tell))
     policy_figures(page, lines)
+    return lines
 
 
 def policy_figures(page: Page, lines: Sequence[dict[str, Any]]) -> None:

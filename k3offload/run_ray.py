@@ -44,6 +44,7 @@ from .find import find_model
 from .options import Options
 from .precision import choose_precision
 from .progress import Progress
+from .registry import is_file
 from .run_batch import Task, ask
 from .run_ray_worker import BLOCK, ROW, Answers, Opened, Reading, Row, Work
 from .session_identity import identity_of
@@ -90,6 +91,9 @@ def work_of(
     given = dict(loading)
     for name in ("scratch", "prefix_dir"):
         if given[name] is not None:
+            given[name] = os.path.abspath(given[name])
+    for name in ("policy", "predict"):
+        if given[name] is not None and is_file(given[name]):
             given[name] = os.path.abspath(given[name])
     if folder == Path(model):
         model = str(folder.absolute())

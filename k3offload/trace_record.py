@@ -15,6 +15,7 @@ import numpy as np
 
 from .errors import UsageError
 from .paths import show_path
+from .registry import short
 from .scheduler.hints import NEAR
 from .scheduler.lease import Watch
 from .tiers.base import PageId
@@ -70,8 +71,8 @@ def record(
         mixing=_mixing(spec) if "mixing" in parts else None,
         order=_order(engine), page_bytes=engine.checkpoint.expert_bytes,
         source="k3offload",
-        about={"slots": engine.store.slots, "policy": engine.options.policy,
-               "predict": engine.options.predict, **(about or {})},
+        about={"slots": engine.store.slots, "policy": short(engine.options.policy),
+               "predict": short(engine.options.predict), **(about or {})},
     )  # fmt: skip
     safe = _Safe(engine, recorder)
     engine.hooks.add(

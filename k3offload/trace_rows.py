@@ -42,10 +42,6 @@ class _Piece:
     raw: tuple[Array, ...]
     told: tuple[Array, ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in (*self.raw, *self.told))
-
 
 class _Sweep(NamedTuple):
     """A whole sweep that waits to be written."""
@@ -194,30 +190,35 @@ class Recorder:
         self._pieces: list[_Piece] = []
         self._latent = None
         self._mixed: dict[int, list[Array]] = {}
-        self._heard = 0
+        self._heard = self._heard_bytes = 0
 
     def _add(self, piece: _Piece) -> None:
         """Its scores are the engine's: they are told now, or copied."""
         self._pieces.append(piece)
         if len(piece.raw[0]) >= MANY:
             piece.told, piece.raw = self._told(*piece.raw), ()
+            self._heard_bytes += sum(array.nbytes for array in piece.told)
             return
-        piece.raw = tuple(array.copy() for array in piece.raw)
+        piece.raw = tuple([array.copy() for array in piece.raw])
+        size = sum([array.nbytes for array in piece.raw])
+        self._heard_bytes += size
         self._loose.append(piece)
-        self._loose_bytes += piece.nbytes
+        self._loose_bytes += size
         if self._loose_bytes >= RAW:
             self._tell()
 
     def _keep(self) -> None:
         """The last router has spoken; what comes after it in this sweep is not waited for."""
-        runs = 1 + max(part.run for group in self._groups for part in group.parts)
-        sequences = self._sequences or list(range(runs))
+        sequences = self._sequences
+        if not sequences:  # recording began within this sweep
+            runs = 1 + max(part.run for group in self._groups for part in group.parts)
+            sequences = list(range(runs))
         mixed = {at: np.concatenate(self._mixed.pop(at)) for at in list(self._mixed)}
         self._waiting.append(
             _Sweep(self._sweeps, self._groups, sequences, self._pieces, self._latent, mixed)
         )
-        self._bytes += sum(piece.nbytes for piece in self._pieces)
-        self._bytes += sum(array.nbytes for array in mixed.values())
+        self._bytes += self._heard_bytes
+        self._bytes += sum([array.nbytes for array in mixed.values()])
         self._bytes += 0 if self._latent is None else self._latent.nbytes
         self._sweeps += 1
         self._begin()
@@ -246,56 +247,72 @@ class Recorder:
             if not some:
                 continue
             whole = map(np.concatenate, zip(*(piece.raw for piece in some), strict=True))
-            ends = np.cumsum([len(piece.raw[0]) for piece in some])[:-1]
-            told = [np.split(array, ends) for array in self._told(*whole)]
-            for piece, own in zip(some, zip(*told, strict=True), strict=True):
-                piece.told, piece.raw = own, ()
+            told, at = self._told(*whole), 0
+            for piece in some:
+                end = at + len(piece.raw[0])
+                piece.told, piece.raw = tuple([array[at:end] for array in told]), ()
+                at = end
         self._loose, self._loose_bytes = [], 0
 
     def _write(self) -> None:
         """Chunk by chunk: all rows of a long sweep at once would be as much again, or more."""
         self._tell()
         step = self.writer.step
+        left = sum(sweep.groups[-1].end for sweep in self._waiting)
+        rows, count = self._empty(min(step, left)), 0
         for sweep in self._waiting:
             end = sweep.groups[-1].end
-            for begin in range(0, end, step):
-                self.writer.append(**self._rows(sweep, begin, min(begin + step, end)))
+            begin = 0
+            while begin < end:
+                some = min(end - begin, len(rows["sweep"]) - count)
+                self._fill(rows, count, sweep, begin, begin + some)
+                begin, count, left = begin + some, count + some, left - some
+                if count == len(rows["sweep"]):
+                    self.writer.append(**rows)
+                    rows, count = self._empty(min(step, left)), 0
         self._waiting, self._bytes = [], 0
 
-    def _rows(self, sweep: _Sweep, begin: int, end: int) -> dict[str, Array]:
-        """Those from ``begin`` to ``end`` of a sweep."""
+    def _empty(self, count: int) -> dict[str, Array]:
+        """So many rows of all arrays."""
         deep, one = (len(self._places), self._wide), ((), "i4")
         kinds = {"best": (deep, "u2"), "codes": (deep, "u1"), "decode": ((), "?"), **self._more}
         kinds |= {"sweep": one, "sequence": one, "position": one}
-        rows = {
-            name: np.zeros((end - begin, *shape), kind) for name, (shape, kind) in kinds.items()
-        }
-        rows["sweep"][:] = sweep.number
+        return {name: np.zeros((count, *shape), kind) for name, (shape, kind) in kinds.items()}
 
-        def put(name: str, first: int, array: Array, *place: int) -> None:
+    def _fill(self, rows: dict[str, Array], to: int, sweep: _Sweep, begin: int, end: int) -> None:
+        """Put those from ``begin`` to ``end`` of a sweep into ``rows``, from row ``to`` on."""
+        shift = to - begin
+        rows["sweep"][to : end + shift] = sweep.number
+
+        def put(name: str, first: int, array: Array) -> None:
             """What belongs to rows ``first`` and on of the sweep."""
             low, high = max(first, begin), min(first + len(array), end)
             if low < high:
-                at: Any = (slice(low - begin, high - begin), *place)
-                rows[name][at] = array[low - first : high - first]
+                rows[name][low + shift : high + shift] = array[low - first : high - first]
 
         for group in sweep.groups:
             put("decode", group.begin, np.full(group.end - group.begin, group.decode))
             for part in group.parts:
                 put("sequence", part.row, np.full(part.count, sweep.sequences[part.run]))
                 put("position", part.row, np.arange(part.start, part.start + part.count))
+        margins = rows.get("margin")
         for piece in sweep.pieces:
+            best, codes, margin = piece.told
+            low, high = max(piece.begin, begin), min(piece.begin + len(best), end)
+            if low >= high:
+                continue
+            own = slice(low - piece.begin, high - piece.begin)
+            at = slice(low + shift, high + shift), piece.place
             kind = "ahead_" if piece.guessed else ""
-            put(f"{kind}best", piece.begin, piece.told[0], piece.place)
-            put(f"{kind}codes", piece.begin, piece.told[1], piece.place)
-            if "margin" in rows and not piece.guessed:
-                put("margin", piece.begin, piece.told[2], piece.place)
+            rows[kind + "best"][at] = best[own]
+            rows[kind + "codes"][at] = codes[own]
+            if margins is not None and not piece.guessed:
+                margins[at] = margin[own]
         if sweep.latent is not None:
             put("latent", 0, sweep.latent)
-        for at, share in sweep.mixed.items():
+        for site, share in sweep.mixed.items():
             some = share[begin:end]
-            rows["mixing"][: len(some), at, : share.shape[1]] = some
-        return rows
+            rows["mixing"][to : to + len(some), site, : share.shape[1]] = some
 
     def _write_events(self) -> None:
         """The list stays the same one: stores append to it from their threads."""

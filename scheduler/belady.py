@@ -32,40 +32,57 @@ class Belady:
                 when.append(self._never - 1)
         order = np.argsort(np.frombuffer(pages, np.int32), kind="stable")
         counts = np.bincount(np.frombuffer(pages, np.int32), minlength=len(number))
-        begins = np.cumsum(counts) - counts
+        ends = np.cumsum(counts)
         self._uses = np.frombuffer(when, np.int32)[order].data  # of one page after another
-        self._at = {page: int(begins[i]) for page, i in number.items()}  # its present use there
-        self._end = {page: int(begins[i] + counts[i]) for page, i in number.items()}
-        self._next: dict[PageId, int] = {}
-        self._farthest: list[tuple[int, PageId]] = []  # (minus next use, page), some outdated
+        self._number = number
+        self._at: list[int] = (ends - counts).tolist()  # of each page its present use there
+        self._end: list[int] = ends.tolist()
+        self._next = [-1] * len(number)  # the use after it; -1 where a page is not here
+        # pages by rank, so that of pages with the same next use always the same one leaves
+        self._pages = sorted(number)
+        self._rank = [0] * len(number)
+        for rank, page in enumerate(self._pages):
+            self._rank[number[page]] = rank
+        self._here = 0
+        self._farthest: list[int] = []  # minus next use, and the rank; some outdated
 
     def hit(self, page: PageId) -> None:
-        self._at[page] = at = self._at[page] + 1
+        number = self._number[page]
+        self._at[number] = at = self._at[number] + 1
         # no use ever again lies behind all others
-        self._next[page] = use = self._uses[at] if at < self._end[page] else self._never
-        heapq.heappush(self._farthest, (-use, page))
-        if len(self._farthest) > 4 * len(self._next) + 64:
-            self._farthest = [(-use, page) for page, use in self._next.items()]
+        use = self._uses[at] if at < self._end[number] else self._never
+        self._next[number] = use
+        heapq.heappush(self._farthest, self._rank[number] - use * len(self._pages))
+        if len(self._farthest) > 4 * self._here + 64:
+            self._farthest = [
+                self._rank[number] - use * len(self._pages)
+                for number, use in enumerate(self._next)
+                if use >= 0
+            ]
             heapq.heapify(self._farthest)
 
-    insert = hit
+    def insert(self, page: PageId) -> None:
+        self._here += 1
+        self.hit(page)
 
     def forget(self, page: PageId) -> None:
-        del self._next[page]
+        self._next[self._number[page]] = -1
+        self._here -= 1
 
     def evict(self, busy: Callable[[PageId], bool]) -> PageId:
-        held = []
+        held, count = [], len(self._pages)
         while True:
             item = heapq.heappop(self._farthest)
-            if self._next.get(item[1]) != -item[0]:
+            page = self._pages[item % count]
+            if self._next[self._number[page]] != -(item // count):
                 continue
-            if not busy(item[1]):
+            if not busy(page):
                 break
             held.append(item)
         for other in held:
             heapq.heappush(self._farthest, other)
-        del self._next[item[1]]
-        return item[1]
+        self.forget(page)
+        return page
 
     def note(
         self, layer: int, experts: npt.NDArray[np.integer[Any]], scores: npt.NDArray[np.uint8]

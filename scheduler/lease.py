@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from enum import IntEnum
 from itertools import islice
 
-from ..errors import CheckpointError, K3Error, ReadError
-from ..tiers.base import PageId, Priority
+from ..errors import CheckpointError, K3Error, ReadError, UsageError
+from ..tiers.base import CachePolicy, PageId, Priority
 
 NO_PAGE = PageId(-1, -1)
 
@@ -47,6 +47,20 @@ class Event(IntEnum):
 
 
 Watch = Callable[[Event, PageId, int], None]  #: event, page, its bytes where they say something
+
+
+def victim(policy: CachePolicy, busy: Callable[[PageId], bool], here: Container[PageId]) -> PageId:
+    """Which of the pages ``here`` that are not ``busy`` the ``policy`` lets go of.  Raises
+    ``UsageError`` if it is none of them: a busy one would be overwritten while it is read."""
+    page = policy.evict(busy)
+    if page in here and not busy(page):
+        return page
+    why = "in use" if page in here else "not there"
+    raise UsageError(
+        f"The cache policy lets go of {page}, which is {why}.",
+        "Its evict must return a page that was inserted and is not busy: see "
+        "examples/new_policy.md.",
+    )
 
 
 class Lease:

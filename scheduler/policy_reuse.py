@@ -44,10 +44,21 @@ class Policy:
         self._misses, self._rate = 0, 0.0  # of this sweep; of a sweep, smoothed
 
     def hit(self, page: PageId) -> None:
-        self._asked(page)
+        """By a lease, or by a prefetch."""
+        if self._news:
+            self._take_in()
+        if page in self._expected:
+            self._expected.remove(page)
+        else:
+            self._ask([page])
+        if self._thought is None:
+            if self._guard.ahead > self._best:
+                self._best = self._guard.ahead
+        elif page not in self._thought:
+            self._try(self._thought, page)
 
     def insert(self, page: PageId) -> None:
-        self._asked(page)
+        self.hit(page)
         self._guard.insert(page)
         self._misses += 1
         if self._thought is None and not self._idle:
@@ -61,7 +72,8 @@ class Policy:
             self._rank.remove(page)
 
     def evict(self, busy: Callable[[PageId], bool]) -> PageId:
-        self._take_in()
+        if self._news:
+            self._take_in()
         if self._idle:
             self._idle = False
             self._begin_trial()
@@ -81,7 +93,8 @@ class Policy:
         if self._idle:
             return
         if layer != self._rank.layer:
-            self._take_in()
+            if self._news:
+                self._take_in()
             if layer < self._rank.layer:
                 self._end_sweep()
             self._rank.go_to(layer, self._model.keep)
@@ -89,8 +102,6 @@ class Policy:
 
     def _take_in(self) -> None:
         """All rows of the sweep have been heard; the lease of what they chose begins."""
-        if not self._news:
-            return
         experts, scores = self._news[0]
         if len(self._news) > 1:  # an expert counts as its best row
             every = np.concatenate([row[0] for row in self._news])
@@ -103,18 +114,6 @@ class Policy:
         if len(pages) <= self._slots:
             self._ask(pages)
             self._expected = set(pages)
-
-    def _asked(self, page: PageId) -> None:
-        """By a lease, or by a prefetch."""
-        self._take_in()
-        if page in self._expected:
-            self._expected.remove(page)
-        else:
-            self._ask([page])
-        if self._thought is None:
-            self._best = max(self._best, self._guard.ahead)
-        elif page not in self._thought:
-            self._try(self._thought, page)
 
     def _ask(self, pages: Sequence[PageId]) -> None:
         missed = self._guard.ask(pages)

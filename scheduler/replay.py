@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ..tiers.base import CachePolicy, PageId
 from .counts import Counts
+from .lease import victim
 from .store import MOST
 
 Experts = npt.NDArray[np.integer[Any]]
@@ -221,7 +222,7 @@ class Cache:
         self.lease(Step(page.layer, (page,)))
 
     def _evict(self, busy: Callable[[PageId], bool]) -> None:
-        self._present.remove(self._policy.evict(busy))
+        self._present.remove(victim(self._policy, busy, self._present))
         self._evicted += 1
 
     def _waves(self, pages: Sequence[PageId], missing: Sequence[PageId]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..tiers.base import Cancelled, PageId, Priority, Ticket
+from ..tiers.tier_disk import PIECE, READERS
 from .lease import NO_PAGE, Event
 from .replay import Cache
 
@@ -24,11 +25,12 @@ ENDS = (Event.ENDED, Event.FAILED)
 
 class Link(NamedTuple):
     """How a tier moves bytes: ``rate`` bytes a second in all, the first after ``latency`` seconds,
-    ``depth`` reads at once."""
+    pieces of ``piece`` bytes or less, ``depth`` of them at once."""
 
     rate: float
     latency: float = 0.0
-    depth: int = 8
+    depth: int = READERS
+    piece: int = PIECE
 
 
 class Stepped(Protocol):
@@ -53,9 +55,12 @@ class Sleep(threading.Condition):
 
 
 class _Read(Ticket):
-    def __init__(self, tier: ModelTier | LoggedTier, page: PageId, priority: Priority) -> None:
-        super().__init__(1)
-        self.page, self.priority, self.begun, self._tier = page, priority, False, tier
+    def __init__(
+        self, tier: ModelTier | LoggedTier, page: PageId, priority: Priority, parts: int = 1
+    ) -> None:
+        super().__init__(parts)
+        self.page, self.priority, self._tier = page, priority, tier
+        self.parts, self.left, self.number = parts, parts, 0  #: ``left`` have not begun
 
     def cancel(self) -> bool:
         return self._tier.cancel(self)
@@ -83,8 +88,9 @@ class _Tier:
 
 
 class ModelTier(_Tier):
-    """Pages of ``size`` bytes that come over ``link``; if there is a ``below``, which holds pages
-    nearer, only those that it misses come over its link ``deeper`` first."""
+    """Pages of ``size`` bytes that come over ``link``, in pieces as the disk's reads are: what has
+    begun is read to its end.  If there is a ``below``, which holds pages nearer, only those that it
+    misses come over its link ``deeper`` first, and pages are whole."""
 
     name = "model"
 
@@ -95,30 +101,31 @@ class ModelTier(_Tier):
         self._link, self._below, self._deeper = link, below, deeper
         self.now = self.waited = 0.0
         self._free = self._free_below = 0.0  # when the links are
-        self._number = self._under_way = 0
+        self._number = self._begun = self._under_way = 0
+        self._parts = 1 if below is not None else max(1, -(-size // link.piece))
         self._queue: list[tuple[int, int, _Read]] = []  # some outdated
-        self._ends: list[tuple[float, int, _Read]] = []
+        self._ends: list[tuple[float, int, int, _Read]] = []  # when, number, bytes
         self.moved = self.started = 0  #: bytes that came, and reads that were asked for
         self.over: float | None = None  #: when the last request was served
 
     def read(self, page: PageId, into: Any, priority: Priority = Priority.DEMAND) -> Ticket:
-        read = _Read(self, page, priority)
+        read = _Read(self, page, priority, self._parts)
         self.started += 1
+        self._number += 1
+        read.number = self._number
         self.hurry(read)
         self._begin()
         return read
 
     def hurry(self, read: _Read) -> None:
         """(Again) into the queue, by its priority."""
-        self._number += 1
-        heapq.heappush(self._queue, (int(read.priority), self._number, read))
+        heapq.heappush(self._queue, (int(read.priority), read.number, read))
 
     def cancel(self, read: _Read) -> bool:
-        if read.begun:
-            return False
-        read.begun = True  # whatever is left of it in the queue
-        read.finish(Cancelled("nobody wants it"))
-        return True
+        dropped, read.left = read.left, 0
+        if dropped:
+            read.finish(Cancelled("nobody wants it"), parts=dropped)
+        return dropped > 0
 
     def pass_time(self, seconds: float) -> None:
         """Something else is computed meanwhile."""
@@ -139,24 +146,28 @@ class ModelTier(_Tier):
             self._end()
 
     def _end(self) -> None:
-        when, _, read = heapq.heappop(self._ends)
+        when, _, size, read = heapq.heappop(self._ends)
         self.now = max(self.now, when)
         self._under_way -= 1
-        self.moved += self._size
-        read.finish(None, self._size)
+        self.moved += size
+        read.finish(None, size)
         self._begin()
 
     def _begin(self) -> None:
         while self._queue and self._under_way < self._link.depth:
-            _, number, read = heapq.heappop(self._queue)
-            if read.begun:
+            read = self._queue[0][2]
+            if not read.left:
+                heapq.heappop(self._queue)
                 continue
-            read.begun = True
+            done = read.parts - read.left
+            read.left -= 1
+            size = self._size * (done + 1) // read.parts - self._size * done // read.parts
             self._under_way += 1
-            heapq.heappush(self._ends, (self._arrival(read.page), number, read))
+            self._begun += 1
+            heapq.heappush(self._ends, (self._arrival(read.page, size), self._begun, size, read))
 
-    def _arrival(self, page: PageId) -> float:
-        """When a read that begins now ends."""
+    def _arrival(self, page: PageId, size: int) -> float:
+        """When a piece of ``size`` bytes that begins now ends."""
         ready = self.now
         if self._below is not None and self._deeper is not None:
             before = self._below.counts.misses
@@ -165,7 +176,7 @@ class ModelTier(_Tier):
                 first = max(ready + self._deeper.latency, self._free_below)
                 ready = self._free_below = first + self._size / self._deeper.rate
         first = max(ready + self._link.latency, self._free)
-        self._free = first + self._size / self._link.rate
+        self._free = first + size / self._link.rate
         return self._free
 
 

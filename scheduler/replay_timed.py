@@ -2,8 +2,9 @@
 
 Here the store, the schedule, the policy and the predictor are the live ones; only the tier below
 is not real (``replay_tiers.py``), or it is and nothing is computed (``replay_real.py``).  With a
-log of when reads ended, everything happens as it did in the run; in modelled time it is close, and
-with predictor ``none`` no byte depends on time at all.
+log of when reads ended, everything happens as it did in the run; in modelled time it is what a disk
+that keeps to the model would do, guesses given up included, and with predictor ``none`` no byte
+depends on time at all.
 What prompts and crowds that decode read ahead (``Schedule.read_on``) is known from a log only.
 """
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import filterfalse, islice
 
 from ..tiers.base import PageId
 
@@ -33,7 +33,7 @@ class Guard:
 
     def ask(self, pages: Iterable[PageId]) -> int:
         """A lease of ``pages``, in this order.  Returns how many of them LRU would miss."""
-        lru, absent = self._lru, []
+        lru, extra, here, absent = self._lru, self._extra, self.pages, []
         for page in pages:
             if page in lru:
                 lru.move_to_end(page)
@@ -42,10 +42,10 @@ class Guard:
         for page in absent:
             if len(lru) >= self._slots:
                 gone, _ = lru.popitem(last=False)
-                if gone in self.pages:
-                    self._extra[gone] = None
+                if gone in here:
+                    extra[gone] = None
             lru[page] = None
-            self._extra.pop(page, None)
+            extra.pop(page, None)
         self.ahead += len(absent)
         return len(absent)
 
@@ -70,7 +70,7 @@ class Guard:
     def spare(self, busy: Callable[[PageId], bool], worth: Callable[[PageId], float]) -> PageId:
         """Of the pages here that LRU let go longest ago, the one worth least; the safest if there
         is none."""
-        extra = islice((page for page in self._extra if not busy(page)), LOOK)
+        extra = islice(filterfalse(busy, self._extra), LOOK)
         return min(extra, key=worth, default=None) or self.safest(busy)
 
     def safest(self, busy: Callable[[PageId], bool]) -> PageId:

@@ -39,10 +39,24 @@ class _Row:
         self.here = np.concatenate([self.here, np.zeros(more, bool)])
 
 
+class _Worth(dict[PageId, float]):
+    """What pages are worth, worked out when it is first asked for."""
+
+    def __init__(self, work_out: Callable[[PageId], float]) -> None:
+        super().__init__()
+        self._work_out = work_out
+
+    def __missing__(self, page: PageId) -> float:
+        value = self[page] = self._work_out(page)
+        return value
+
+
 class Rank:
     """The ranked pages are those added and not removed since."""
 
     def __init__(self) -> None:
+        self._worth = _Worth(self._work_out)  # as long as no value changes and nobody moves
+        self.worth: Callable[[PageId], float] = self._worth.__getitem__  #: as seen from here
         self.layer = -1  #: where on the circle we are
         self._rows: list[_Row] = []  # by layer number
         self._low: F32 = np.zeros(0, np.float32)  # smallest key of each row
@@ -62,6 +76,7 @@ class Rank:
         """New values of a layer's experts 0, 1, ...  The ``leased`` experts stay out of the choice
         until the next call; returns their pages."""
         row = self._row(layer, len(value) - 1)
+        self._worth.clear()
         np.maximum(value, LEAST, out=row.value[: len(value)])
         if self._leased not in (-1, layer):
             self._renew(self._leased)
@@ -77,10 +92,12 @@ class Rank:
         self._offer(row, page)
 
     def remove(self, page: PageId) -> None:
-        row = self._rows[page.layer]
-        row.here[page.expert] = False
-        row.key[page.expert] = INF
-        self._find_low(page.layer, row)
+        row, expert = self._rows[page.layer], page.expert
+        row.here[expert] = False
+        low = row.key[expert] <= self._low[page.layer]
+        row.key[expert] = INF
+        if low:
+            self._find_low(page.layer, row)
 
     def reset(self, pages: Iterable[PageId]) -> None:
         """These are the pages from now on."""
@@ -91,8 +108,7 @@ class Rank:
         for page in pages:
             self.add(page)
 
-    def worth(self, page: PageId) -> float:
-        """Its value as seen from here."""
+    def _work_out(self, page: PageId) -> float:
         return float(self._rows[page.layer].value[page.expert] * self._decay[page.layer])
 
     def least(self, busy: Callable[[PageId], bool]) -> PageId | None:
@@ -122,6 +138,7 @@ class Rank:
 
     def _look(self) -> None:
         """Work out ``_decay``."""
+        self._worth.clear()
         count = len(self._rows)
         if 2 * count != len(self._circle) or self._keep != self._bent:
             distance = np.arange(1, count + 1, dtype=np.float32) / np.float32(count)
@@ -145,7 +162,8 @@ class Rank:
 
     def _renew(self, layer: int) -> None:
         row = self._rows[layer]
-        row.key = np.where(row.here, row.value, INF)
+        row.key.fill(INF)
+        np.copyto(row.key, row.value, where=row.here)
         self._find_low(layer, row)
 
     def _offer(self, row: _Row, page: PageId) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from ..registry import implementations, names
+from ..registry import chosen, is_file
 from ..tiers.base import PageId
 from .hints import Codes, Hints, Predictor, nearest, quantise, spread
 from .lease import Event
@@ -28,17 +28,16 @@ Experts = npt.NDArray[np.integer[Any]]
 
 
 def predictor_named(name: str) -> tuple[Any, str | None]:
-    """The class behind ``--predict NAME`` or ``NAME=FILE``, and the file."""
-    kind, _, path = name.partition("=")
-    known = names("scheduler", "predict")
-    if kind not in known:
-        raise UsageError(f"There is no predictor {kind!r}.", f"Use {', '.join(known)}.")
+    """The class behind ``--predict NAME``, ``NAME=FIT`` or a path to ``predict_NAME.py``, and the
+    file of the fit.  Raises ``UsageError``."""
+    kind, _, path = (name, "", "") if is_file(name) else name.partition("=")
+    made = chosen("predict", kind)
     if (kind == "latent") != bool(path):
         raise UsageError(
             f"--predict {name!r} does not say what to predict from.",
             "latent takes a fit, latent=FILE (see benchmarks/record_routing.py); others take none.",
         )
-    return implementations("scheduler", "predict")[kind].Predictor, path or None
+    return made, path or None
 
 
 class Schedule:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ..errors import SlotsExhausted
 from ..tiers.base import CachePolicy, Cancelled, PageId, Priority, Ticket, Tier
 from .counts import Counts
-from .lease import NO_PAGE, Event, Lease, Lost, Watch
+from .lease import NO_PAGE, Event, Lease, Lost, Watch, victim
 
 MOST = 16  #: pages that a lease hands out at once
 PREFETCH_ROOM = 64  #: prefetched pages waiting to be asked for, if the slots allow that many
@@ -376,7 +376,7 @@ class ExpertStore:
         return self._free.pop() if self._free else None
 
     def _evict(self, choice: Collection[PageId]) -> int:
-        page = self._policy.evict(lambda page: page not in choice)
+        page = victim(self._policy, lambda page: page not in choice, self._slot)
         self.watch(Event.EVICTED, page, 0)
         self._idle.discard(page)
         self._guarded.pop(page, None)

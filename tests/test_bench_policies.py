@@ -71,6 +71,31 @@ def test_two_tiers_and_predictors(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert guessed["min_bytes"] == top["min_bytes"]
 
 
+def test_large_traces_are_replayed_by_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same lines in the same order, policies of one's own and errors included."""
+    trace = made(tmp_path / "t", 60)
+    mine = tmp_path / "policy_mine.py"
+    text = Path(policy_lru.__file__).read_text().replace("..tiers", "k3offload.tiers")
+    mine.write_text(text)
+    rooms = [bench_policies.room(text, trace) for text in ("6%+20%", "25%")]
+
+    def lines(processes: int) -> list[dict[str, Any]]:
+        monkeypatch.setattr(bench_policies, "LARGE", 0)
+        monkeypatch.setattr(bench_policies, "default_threads", lambda: processes)
+        some = ["lfru", str(mine)], ["none", "repeat"]
+        found = list(bench_policies.compare(trace, rooms, *some))
+        return [{**line, "replay_seconds": 0} for line in found]
+
+    assert lines(2) == lines(1)
+    gone = "del self._pages[victim]\n        return victim"
+    assert gone in text
+    mine.write_text(text.replace(gone, "return PageId(99, 99)"))
+    with pytest.raises(UsageError, match="not there"):
+        lines(2)
+
+
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(
         ["bench", "policies", GOLDEN, "--rows", 60, "--policy", "lru", "--policy", "lfru"], capsys
@@ -98,7 +123,7 @@ def test_a_new_policy_appears_by_itself(tmp_path: Path, monkeypatch: pytest.Monk
     ("given", "said"),
     [
         (["--policy", "best"], "There is no policy 'best'"),
-        (["--predictor", "oracle"], "There is no predict 'oracle'"),
+        (["--predictor", "oracle"], "There is no predictor 'oracle'"),
         (["--capacity", "x%"], "'x%' is no share"),
         (["--capacity", "0%"], "0 experts of 336"),
         (["--capacity", "1k+2k+3k"], "one tier or of two"),

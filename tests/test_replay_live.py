@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from k3offload.errors import UsageError
 from k3offload.scheduler.counts import Counts
 from k3offload.scheduler.lease import Event
 from k3offload.scheduler.replay import replay
-from k3offload.scheduler.replay_tiers import Link, LoggedTier, ModelTier, log_of
+from k3offload.scheduler.replay_tiers import Link, LoggedTier, ModelTier, Sleep, log_of
 from k3offload.scheduler.replay_timed import Pace, replay_timed
+from k3offload.scheduler.store import ExpertStore
+from k3offload.tiers.base import PageId, Priority, Ticket
 from k3offload.trace import Trace, read_trace
 from k3offload.trace_record import record
 
@@ -41,6 +44,7 @@ def live(
     *,
     context: int = 256,
     sweep: int = 64,
+    text: str = TEXT,
     times: int = 2,
 ) -> tuple[Counts, int, Trace]:
     """Two sequences side by side: prompts, rows that decode alone and together."""
@@ -48,7 +52,7 @@ def live(
     with k3offload.load("nano", context=context, sweep=sweep, sessions=2, **how) as engine:
         record(engine, folder, parts)
         with engine.session() as one, engine.session() as two:
-            one.append(TEXT * times)
+            one.append(text * times)
             two.append("And Jesus said unto him,")
             engine.advance([one, two])
             for i in range(24):
@@ -102,6 +106,54 @@ def test_with_a_log_of_arrivals_replay_is_the_engine(
     assert model.requests == counts.requests
     if near:
         assert abs(model.bytes - counts.bytes) < near * counts.bytes
+
+
+class _OnTime(ModelTier):
+    """A disk whose bytes are there when the model says so: what an engine reads from it in vain
+    does not depend on this machine."""
+
+    def __init__(self, disk: Any, link: Link) -> None:
+        super().__init__(PAGE, link)
+        self._disk = disk
+
+    def order(self, page: PageId) -> int:
+        place: int = self._disk.order(page)
+        return place
+
+    def read(self, page: PageId, into: Any, priority: Priority = Priority.DEMAND) -> Ticket:
+        self._disk.read(page, into).wait()
+        return super().read(page, into, priority)
+
+
+@pytest.mark.parametrize(
+    ("name", "predict", "slots", "link"),
+    [("lru", "router", 84, Link(1e9, 1e-4)), ("lru", "router", 84, Link(1e7, 0, 2)),
+     ("lru", "router", 84, Link(2e6, 0, 2, PAGE // 3)), ("reuse", "router", 40, Link(1e7, 0, 2)),
+     ("lfru", "repeat", 40, Link(2e6, 0, 2, PAGE // 3))],
+)  # fmt: skip
+def test_an_engine_whose_disk_keeps_time_has_the_model_s_counts(
+    name: str, predict: str, slots: int, link: Link, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Guesses in vain included: all that sets a run apart from the model is when reads end."""
+    tiers = []
+
+    def store(disk: Any, memory: Any, policy: Any) -> ExpertStore:
+        tiers.append(_OnTime(disk, link))
+        return ExpertStore(tiers[0], memory, policy, change=Sleep(tiers[0]))
+
+    monkeypatch.setattr("k3offload.engine.ExpertStore", store)
+    parts = ("ahead",)
+    counts, slots, trace = live(tmp_path / "t", name, slots, predict, parts, text="Why? ", times=1)
+    assert counts.prefetches and counts.wasted
+    tier = ModelTier(PAGE, link)
+    made = policy(name, slots), predictor(predict, trace)
+    model = replay_timed(trace.leases(), *made, slots, tier, guessed=trace.guessed)
+    assert tier.waited == tiers[0].waited > 0
+    assert replace(model, wait_seconds=0) == counts
+    if link.depth < 8:
+        assert counts.prefetch_bytes < counts.prefetches * PAGE
+    if link.piece < PAGE:
+        assert counts.prefetch_bytes % PAGE
 
 
 def test_a_long_sweep_that_reads_on_replays_to_the_engine_s_counts(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import k3offload
 from k3offload import registry
+from k3offload.plot_svg import _ticks
 from k3offload.report_page import Page
 from k3offload.report_routing import mixing_map
 from k3offload.scheduler.belady import Belady
@@ -152,12 +153,60 @@ def test_what_was_not_recorded_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     write_trace(tmp_path / "a", trace_of(pattern("skewed", 30), NANO.experts, page_bytes=1000))
     write_trace(tmp_path / "b", trace_of(pattern("stack", 20), NANO.experts))
     page = report([tmp_path / "a", tmp_path / "b", "--rows", 10], tmp_path / "r.html", capsys)
-    assert page.text["h2"] == ["a", "b"] and page.text["h3"] == 2 * SECTIONS
+    assert page.text["h2"] == ["Which policy at which budget", "a", "b"]
+    assert page.text["h3"] == 2 * SECTIONS
     said = "\n".join(page.text["p"])
     for part in ("ahead", "tiers", "mixing", "margin"):
         assert said.count(f"--trace-with {part}.") == 2
     assert set(page.column("Replay by capacity and policy", "requests")) == {str(10 * 7 * 4)}
     assert not any(name.startswith(("Sweeps", "Margins")) for name in page.tables)
+
+
+def test_several_traces_have_an_overview(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Above all else, from the bytes that ``bench policies`` tells."""
+    paths = [tmp_path / kind for kind in ("skewed", "uniform")]
+    for path in paths:
+        write_trace(path, trace_of(pattern(path.name, 200), NANO.experts))
+    how = ["--capacity", "12%", "--capacity", "50%", "--policy", "lru", "--policy", "lfru"]
+    out = call(["bench", "policies", *paths, *how, "--json"], capsys)[1]
+    lines = [json.loads(line) for line in out.splitlines()]
+    page = report([*paths, *how], tmp_path / "r.html", capsys)
+    name, share, least = "Bytes, % of LRU's", dict[Any, float](), dict[Any, Any]()
+    for line in lines:
+        place = Path(line["path"]).name, line["capacity"]
+        for policy, size in ((line["policy"], line["bytes"]), ("MIN", line["min_bytes"])):
+            share[place + (policy,)] = 100 * size / line["lru_bytes"]  # noqa: RUF005, Python 3.10
+        least[place] = min(least.get(place, (9e9, "")), (line["bytes"], line["policy"]))
+    keys = list(zip(page.column(name, "capacity"), page.column(name, "policy"), strict=True))
+    assert keys == [(c, p) for c in ("12%", "50%") for p in ("lru", "lfru", "MIN")]
+    for kind in ("skewed", "uniform"):
+        wanted = [share[kind, capacity, policy] for capacity, policy in keys]
+        assert numbers(page.column(name, kind)) == close(wanted)
+        best = [least[kind, capacity][1] for capacity in ("12%", "50%")]
+        assert page.column("Fewest bytes", kind) == best
+    halves = zip(*(page.column(name, kind) for kind in ("skewed", "uniform")), strict=True)
+    means = [sum(numbers(pair)) / 2 for pair in halves]
+    assert numbers(page.column(name, "mean")) == close(means)
+    assert page.column("Fewest bytes", "all") == ["lfru", "lfru"]
+    assert report([paths[0], *how], tmp_path / "r.html", capsys).text["h2"] == ["skewed"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0, 98, [0, 25, 50, 75, 100]),
+        (0, 246.1, [0, 100, 200, 300]),
+        (0, 100, [0, 25, 50, 75, 100]),
+        (-1, 3, [-1, 0, 1, 2, 3]),
+        (0, 7e-9, [0, 2e-9, 4e-9, 6e-9, 8e-9]),
+        (0, 0, [0, 0.25]),
+        (5, 5, [5, 5.25]),
+    ],
+)
+def test_ticks_are_round_and_hold_all(low: float, high: float, ticks: list[float]) -> None:
+    assert _ticks(low, high) == pytest.approx(ticks)
 
 
 def test_results_of_benchmarks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
