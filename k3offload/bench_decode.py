@@ -25,6 +25,7 @@ from .bench_engine import (
     computed_by,
     digest,
     everything_in_ram,
+    in_ram,
     line_rate,
     model_of,
     room_to_read,
@@ -38,6 +39,7 @@ from .loading import open_engine
 from .machine import default_threads
 from .options import PREDICT
 from .paths import show_path
+from .scheduler.schedule import predictor_named
 from .session import Session
 
 SHARES: Final = ("10%", "25%", "50%")
@@ -83,6 +85,8 @@ def decode(
     """Lines of all cases.  ``shares`` of the experts, None as the plan has it; ``alone_ram``: bytes
     of the process that computes alone; ``options`` are those of ``load`` but for sizes, ``cache``
     and ``predict``.  Raises whatever loading raises."""
+    for name in predictors:
+        predictor_named(name)  # refuses what there is not
     checkpoint = model_of(model, options)
     frame.about["path"] = show_path(checkpoint.folder)
     frame.show("scanning memory")
@@ -118,7 +122,7 @@ def decode(
 def _whole(engine: Engine, clock: Clock, steps: Steps, scan: float, seed: int) -> dict[str, Any]:
     """Figures of one repeat whose weights lie in RAM all of them."""
     moe, spec = engine.spec.moe, engine.spec
-    found = run_steps(engine, clock, steps, seed)
+    found = in_ram(lambda: run_steps(engine, clock, steps, seed))
     touched = engine.weights.trunk_bytes
     if moe is not None:
         touched += len(spec.moe_layers) * moe.top_k * engine.checkpoint.expert_bytes

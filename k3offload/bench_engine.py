@@ -76,6 +76,15 @@ def everything_in_ram(engine: Engine) -> bool:
     return whole and plan.head_resident
 
 
+def in_ram(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Figures of ``work`` when it reads no expert: the first time may bring some."""
+    found = work()
+    if found["expert_bytes"]:
+        found = work()
+    must_be("bytes of experts where all are in RAM", found["expert_bytes"], 0)
+    return found
+
+
 def share_of(text: str) -> float:
     """``25%`` -> 0.25.  Raises ``UsageError``."""
     try:

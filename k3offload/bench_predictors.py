@@ -84,10 +84,11 @@ def refuse_blind(parts: Sequence[Trace], chosen: Sequence[str]) -> None:
                 )
 
 
-def usual_predictors(fitted: bool) -> list[str]:
-    """All that there are and that can be made."""
+def chosen_predictors(given: Sequence[str] | None, fit: str | None) -> list[str]:
+    """Those that are ``given``, or all that can be made; ``fit``: the latent one with its file."""
     known = [name for name in names("scheduler", "predict") if name != NOTHING]
-    return known if fitted else [name for name in known if name != LATENT]
+    chosen = given or [name for name in known if fit or name != LATENT]
+    return [fit if name == LATENT and fit else name for name in chosen]
 
 
 def _figures(

@@ -26,6 +26,7 @@ from .bench_engine import (
     computed_by,
     digest,
     everything_in_ram,
+    in_ram,
     line_rate,
     model_of,
     room_to_read,
@@ -92,7 +93,7 @@ def prefill(
             touched = Touched(engine)
             for count in tokens:
                 case = {**about, "tokens": count, "cache": "all"}
-                measure = partial(_prompt, engine, touched, text, chunk, count)
+                measure = partial(_warm, engine, touched, text, chunk, count)
                 alone[count] = median(frame.case(case, measure), "seconds")
         else:
             frame.notes.append(NOT_ALONE)
@@ -115,6 +116,13 @@ def prefill(
         for count in tokens:
             case = {**about, "tokens": count, "cache": cache}
             frame.case(case, partial(cold, given, count))
+
+
+def _warm(
+    engine: Engine, touched: Touched, text: str | None, chunk: int | None, count: int, seed: int
+) -> dict[str, Any]:
+    """``_prompt`` with every expert that it needs in RAM."""
+    return in_ram(lambda: _prompt(engine, touched, text, chunk, count, seed))
 
 
 def _prompt(

@@ -143,8 +143,7 @@ def predictors(
             framed("predictors", bench, kinds.MEANINGS, progress, model=model,
                    timed=False, table=_predictor_table) as frame,
         ):  # fmt: skip
-            chosen = predictor or kinds.usual_predictors(made is not None)
-            chosen = [made if name == kinds.LATENT and made else name for name in chosen]
+            chosen = kinds.chosen_predictors(predictor, made)
             if trace is not None:
                 whole = _some(trace, rows)
                 about: dict[str, Any] = {"trace": whole.digest}
