@@ -48,7 +48,7 @@ MEANINGS: Final = {
     "line_used": "bytes over (time x line rate)",
     "line_used_decoding": "the same of sweeps without prompts",
     "line_rate": "bytes/s of whole pages, before and after",
-    "at_a_time": "documents that shared a sweep at most",
+    "at_a_time": "documents that could share a sweep",
     "sweeps": "sweeps",
     "experts_a_layer": "experts that a layer asked for in a sweep",
 }

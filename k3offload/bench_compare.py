@@ -37,11 +37,15 @@ MEASURED: Final = re.compile(
 #: what is said of a machine and a run, and is neither setting nor figure
 FACTS: Final = (
     "cpu", "commit", "date", "processors", "cgroup_processors", "cgroup_memory", "clean",
-    "background", "version", "path", "computed_by",
+    "background", "version", "path", "computed_by", "memory", "system", "torch",
 )  # fmt: skip
 #: the same of lines that name their settings
 FRAME: Final = ("schema", "schema_version", "settings", "repeat", "seed", "counts")
 FRACTIONS: Final = ("cache", "save_every")  #: settings, though they are no whole numbers
+_TOLD: Final = (
+    "cpu", "processors", "memory", "cgroup_processors", "cgroup_memory", "system", "torch",
+    "computed_by",
+)  # fmt: skip
 DIFFERS, SAME, FEW = "differs", "no difference seen", "too few lines"
 
 Line = dict[str, Any]
@@ -238,7 +242,7 @@ def _contended(line: Line) -> bool:
 
 def _notes(sides: Sequence[Sequence[Line]]) -> Iterator[str]:
     """What makes the sides different beside what is compared, and why lines are marked."""
-    for name in ("cpu", "processors", "cgroup_processors", "cgroup_memory", "computed_by"):
+    for name in _TOLD:
         a, b = ({str(line[name]) for line in side if name in line} for side in sides)
         if a and b and a != b:
             yield f"{name} is {', '.join(sorted(a))} in A and {', '.join(sorted(b))} in B"

@@ -4,8 +4,8 @@ A benchmark gives it cases, each with settings and a function that measures them
 the frame calls that so often, watches the machine meanwhile, and makes a line of JSON of each
 repeat, which ``bench_compare`` reads.  Knows nothing of models.  A line (``SCHEMA``, ``VERSION``):
 
-* ``benchmark``, ``version`` of the package, ``cpu``, ``commit``, ``date``, ``processors``,
-  ``cgroup_processors``, ``cgroup_memory``;
+* ``benchmark``, ``version`` of the package, ``cpu``, ``commit``, ``date``, ``memory`` in bytes,
+  ``system``, ``torch``, ``processors``, ``cgroup_processors``, ``cgroup_memory``;
 * ``settings``: the names of the fields that are settings.  Lines of one benchmark with the same
   settings are repeats of one another;
 * ``repeat``, from 0, and the ``seed`` that its inputs were drawn with;

@@ -11,7 +11,9 @@ get so little of a busy machine meanwhile that it is hardly seen.
 from __future__ import annotations
 
 import os
+import platform
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +113,12 @@ class Alone:
 
 
 def machine() -> dict[str, Any]:
-    """What a line of results says of the machine: ``facts``, and the limits of this process."""
-    return {**facts(), **limits()}
+    """What a line of results says of the machine: ``facts``, its memory in bytes, kernel and torch,
+    and the limits of this process."""
+    return {
+        **facts(), "memory": psutil.virtual_memory().total, "system": platform.platform(),
+        "torch": version("torch"), **limits(),
+    }  # fmt: skip
 
 
 def limits(root: Path = ROOT) -> dict[str, Any]:
