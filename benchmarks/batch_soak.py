@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--solo", type=int, default=50)
     parser.add_argument("--bad", type=int, default=10)
-    line = {"benchmark": "batch", **machine(), **measure(parser.parse_args())}
+    line = {"benchmark": "batch_soak", **machine(), **measure(parser.parse_args())}
     note(line)
     for name, value in line.items():
         print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")

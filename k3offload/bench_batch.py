@@ -25,6 +25,7 @@ from .bench_engine import (
     digest,
     line_rate,
     model_of,
+    must_have_room,
     room_to_read,
     tokens_of,
 )
@@ -97,8 +98,8 @@ def batch(
         "new": work.new, "text": digest(work.text),
     }  # fmt: skip
     for share in shares:
-        cache, given = cache_of(checkpoint, share)
-        measure = partial(_measure, checkpoint, model, work, {**options, **given})
+        cache, _ = cache_of(checkpoint, share)
+        measure = partial(_measure, checkpoint, model, work, options, share)
         frame.case({**about, "cache": cache}, measure)
 
 
@@ -152,21 +153,28 @@ def _run(
 
 
 def _measure(
-    checkpoint: Checkpoint, model: str | Path, work: Work, options: dict[str, Any], seed: int
+    checkpoint: Checkpoint,
+    model: str | Path,
+    work: Work,
+    options: dict[str, Any],
+    share: float | None,
+    seed: int,
 ) -> dict[str, Any]:
     """One comparison."""
     # decoded text may give more tokens than it was made of
     context = 2 * work.longest + work.new
+    given = {**options, **cache_of(checkpoint, share)[1]}
 
     def opened(sessions: int) -> Engine:
         sizes = {
             "sessions": sessions, "context": context, "answer": work.new, "fewer": True,
             "extra": room_to_read(checkpoint),
         }  # fmt: skip
-        return open_engine(model, lambda tokenizer, spec: sizes, **options)
+        return open_engine(model, lambda tokenizer, spec: sizes, **given)
 
     before = line_rate(checkpoint, seed)
     with opened(work.sessions) as engine:
+        must_have_room(engine, share)
         every = documents(engine, work, seed)
         results, seconds, seen, read = _run(engine, every, work.new)
         facts = {

@@ -28,6 +28,7 @@ from .bench_engine import (
     in_ram,
     line_rate,
     model_of,
+    must_have_room,
     room_to_read,
     scan_rate,
     tokens_of,
@@ -114,6 +115,7 @@ def decode(
         cache, given = cache_of(checkpoint, share)
         for predictor in predictors:
             with opened(predict=predictor, **given) as engine:
+                must_have_room(engine, share)
                 measure = partial(_streamed, engine, Clock(engine.kernels), steps, alone)
                 case = {**about, "cache": cache, "predictor": predictor}
                 frame.case(case, measure)

@@ -20,6 +20,7 @@ from .checkpoint import Checkpoint
 from .damage import held_out_text
 from .engine import Engine
 from .errors import UsageError
+from .find import find_model
 from .kernels.choose import Kernels
 from .measure import memory
 from .report import kernel_read_bytes
@@ -102,6 +103,17 @@ def cache_of(checkpoint: Checkpoint, share: float | None) -> tuple[str, dict[str
     if share is None:
         return "as planned", {}
     return f"{100 * share:g}%", {"cache": cache_bytes(checkpoint, share)}
+
+
+def must_have_room(engine: Engine, share: float | None) -> None:
+    """Raise ``UsageError`` where the plan has less room than a case with ``share`` says."""
+    wanted = 0 if share is None else max(1, round(share * engine.plan.experts))
+    if engine.plan.slots < wanted:
+        raise UsageError(
+            f"{100 * (share or 0):g}% of the experts are {wanted:,}, and the plan has room for "
+            f"{engine.plan.slots:,}.",
+            "Give more --ram, or a smaller --share.",
+        )
 
 
 def cache_bytes(checkpoint: Checkpoint, share: float) -> int:
@@ -223,8 +235,6 @@ class Clock:
 
 def model_of(model: str | Path, options: Mapping[str, Any]) -> Checkpoint:
     """The checkpoint, with what cannot be measured refused before anything is loaded."""
-    from .find import find_model
-
     if options.get("cache") is not None:
         raise UsageError("--cache is what is measured here.", "Give --share, repeatable.")
     return Checkpoint.open(find_model(model))

@@ -31,6 +31,7 @@ from .kernels.linear_reference import Weight
 from .kernels.workers import Workers, single_threaded
 from .machine import default_threads, steady_allocator
 from .measure import CHUNK, DEEP, Operators, weight_bytes
+from .paths import show_path
 from .plan_report import RELEASED, spec_of
 from .rates import FORMATS
 
@@ -68,9 +69,13 @@ def kernels(
     workers = Workers(threads or default_threads())
     try:
         chosen = Kernels(workers, kernels, isa)
-        bench = Operators(spec_of(place), chosen, DTYPES[dtype])
-        about = {"widths": str(model), "dtype": dtype, "threads": threads, "isa": isa,
-                 "kernels": None if not kernels else str(dict(kernels))}  # fmt: skip
+        spec = spec_of(place)
+        bench = Operators(spec, chosen, DTYPES[dtype])
+        frame.about["path"] = show_path(place)
+        about = {
+            "hidden": spec.hidden, "kda_width": spec.kda.width, "dtype": dtype,
+            "threads": threads, "isa": isa, "kernels": str(dict(kernels)) if kernels else None,
+        }  # fmt: skip
         frame.about["computed_by"] = f"{workers.threads} threads, {chosen.isa or chosen.why}"
         with torch.inference_mode(), single_threaded(), chosen.in_force():
             for case, measure in _cases(bench, workers):
@@ -121,7 +126,6 @@ def _experts(
         for rows in counts:
             count = max(1, min(m.top_k, len(up) // 3, GROUP_ROWS // rows))
             x = bench.x(max(rows, GROUP_ROWS), m.io)
-
             call = partial(_triples, bench, (up, down), x, rows, count, name == "decode")
             case = {**what, "at_a_time": count, "rows": rows, "of": name}
             if name == "decode":

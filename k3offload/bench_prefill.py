@@ -29,6 +29,7 @@ from .bench_engine import (
     in_ram,
     line_rate,
     model_of,
+    must_have_room,
     room_to_read,
     tokens_of,
 )
@@ -98,9 +99,10 @@ def prefill(
         else:
             frame.notes.append(NOT_ALONE)
 
-    def cold(given: dict[str, int], count: int, seed: int) -> dict[str, Any]:
+    def cold(share: float | None, count: int, seed: int) -> dict[str, Any]:
         before = line_rate(checkpoint, seed)
-        with opened(**given) as engine:
+        with opened(**cache_of(checkpoint, share)[1]) as engine:
+            must_have_room(engine, share)
             found = _prompt(engine, Touched(engine), text, chunk, count, seed)
         line = statistics.mean((before, line_rate(checkpoint, seed)))
         reading, own = found["bytes"] / line, alone.get(count)
@@ -112,10 +114,9 @@ def prefill(
         }  # fmt: skip
 
     for share in shares if checkpoint.spec.expert_count else ():
-        cache, given = cache_of(checkpoint, share)
         for count in tokens:
-            case = {**about, "tokens": count, "cache": cache}
-            frame.case(case, partial(cold, given, count))
+            case = {**about, "tokens": count, "cache": cache_of(checkpoint, share)[0]}
+            frame.case(case, partial(cold, share, count))
 
 
 def _warm(

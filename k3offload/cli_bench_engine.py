@@ -1,4 +1,4 @@
-"""The commands ``bench decode``, ``bench prefill`` and ``bench batch``: parse, call, print."""
+"""The commands ``bench decode``, ``prefill``, ``batch`` and ``kernels``: parse, call, print."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ from k3offload import bench_engine, bench_kernels, bench_prefill, contention, me
 from k3offload.batch_results import Result
 from k3offload.bench_batch import same_answers
 from k3offload.bench_compare import FEW, SAME, compare
-from k3offload.bench_engine import cache_bytes, check, share_of
+from k3offload.bench_engine import cache_bytes, check, must_have_room, share_of
 from k3offload.budget import slot_size
 from k3offload.checkpoint import Checkpoint
 from k3offload.errors import K3Error, UsageError
+from k3offload.loading import load
 from k3offload.scheduler.counts import Counts
 from tests.helpers_engine import BRIEF, call, checkpoint
 
@@ -208,6 +209,15 @@ def test_shares(tmp_path: Path) -> None:
     model = brief()
     assert cache_bytes(model, 1e-9) == slot_size(model)
     assert cache_bytes(model, 0.5) == round(0.5 * model.spec.expert_count) * slot_size(model)
+
+
+def test_a_share_that_has_no_room_is_refused() -> None:
+    model = brief()
+    with load(model.folder, context=64, cache=cache_bytes(model, 0.25)) as engine:
+        must_have_room(engine, 0.25)
+        must_have_room(engine, None)
+        with pytest.raises(UsageError, match=r"50% of the experts are .* and the plan"):
+            must_have_room(engine, 0.5)
 
 
 @pytest.mark.parametrize(
