@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 Capacities = Annotated[
     list[str] | None, typer.Option(help="Like 25%, 64G, or 8G+64G for GPU and RAM; repeatable.")
 ]
+FromTrace = Annotated[
+    Path | None,
+    typer.Option("--from-trace", help="Of a run instead; the repeats are equal parts of it."),
+]
 Rows = Annotated[int | None, typer.Option(help="Tokens of each trace; all if unset.")]
 #: figures of ``bench policies``, each a number of its lines
 _FIGURES = (
@@ -107,9 +111,7 @@ def predictors(
     model: Annotated[
         str | None, typer.Argument(help="Folder, hub id in the local cache, or 'nano' (if unset).")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Of a run instead; the repeats are equal parts of it.")
-    ] = None,
+    trace: FromTrace = None,
     predictor: Annotated[
         list[str] | None, typer.Option(help="Repeatable; all that can be made if unset.")
     ] = None,
@@ -189,7 +191,7 @@ def _refuse_inert(how: How, trace: Path | None, given: dict[str, Any]) -> None:
     """Raise ``UsageError`` for an option that would do nothing."""
     if trace is None:
         if given["--rows"] is not None:
-            raise UsageError("--rows is about a trace.", "Use --tokens, or give --trace.")
+            raise UsageError("--rows is about a trace.", "Use --tokens, or give --from-trace.")
         return
     inert = [name for name, value in given.items() if value is not None and name != "--rows"]
     for name, usual in How._field_defaults.items():
@@ -197,7 +199,7 @@ def _refuse_inert(how: How, trace: Path | None, given: dict[str, Any]) -> None:
         if name != "policy" and getattr(how, name) != usual and not variable:
             inert.append(f"--{name.replace('_', '-')}")
     if inert:
-        raise UsageError(f"{inert[0]} does nothing with --trace.", "Leave one of them out.")
+        raise UsageError(f"{inert[0]} does nothing with --from-trace.", "Leave one of them out.")
 
 
 def _some(path: Path, rows: int | None) -> Trace:

@@ -93,7 +93,7 @@ def test_over_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a predictor bytes are those of ``bench policies``, part by part."""
     common = ["--repeats", 2, "--rows", 120, "--capacity", "25%"]
     lines = lines_of(
-        ["predictors", "--trace", GOLDEN, *common, "--policy", "lru", "--predictor", "repeat",
+        ["predictors", "--from-trace", GOLDEN, *common, "--policy", "lru", "--predictor", "repeat",
          "--predictor", "router"], capsys,
     )  # fmt: skip
     plain = lines_of(["policies", GOLDEN, *common, "--policy", "lru"], capsys)
@@ -107,12 +107,12 @@ def test_over_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert router["first_useful"] > 0.7 and router["covered"] > 0.5  # what the guess is worth
     assert router["covered_by_rank"] == sorted(router["covered_by_rank"])
     slow = lines_of(
-        ["predictors", "--trace", GOLDEN, *common, "--policy", "lru", "--predictor", "router",
+        ["predictors", "--from-trace", GOLDEN, *common, "--policy", "lru", "--predictor", "router",
          "--rate", "3M"], capsys,
     )  # fmt: skip
     assert slow[0]["covered"] == router["covered"]  # reads that take no time
     assert slow[0]["covered_in_time"] < router["covered_in_time"]
-    code, out, _ = call(["bench", "predictors", "--trace", GOLDEN, *common], capsys)
+    code, out, _ = call(["bench", "predictors", "--from-trace", GOLDEN, *common], capsys)
     assert code == 0 and "useful by rank" in out and "counted, not timed" in out
 
 
@@ -144,14 +144,17 @@ def test_parts_are_equal() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["nano", "--trace", GOLDEN], "MODEL does nothing with --trace"),
-        (["--trace", GOLDEN, "-n", 5], "--tokens does nothing with --trace"),
-        (["--trace", GOLDEN, "--dtype", "float32"], "--dtype does nothing with --trace"),
+        (["nano", "--from-trace", GOLDEN], "MODEL does nothing with --from-trace"),
+        (["--from-trace", GOLDEN, "-n", 5], "--tokens does nothing with --from-trace"),
+        (["--from-trace", GOLDEN, "--dtype", "float32"], "--dtype does nothing with --from-trace"),
         (["--rows", 5], "--rows is about a trace"),
-        (["--trace", GOLDEN, "--capacity", "6%+40%"], "two tiers"),
-        (["--trace", GOLDEN, "--predictor", "latent"], "does not say what to predict from"),
-        (["--trace", GOLDEN, "--fit", GOLDEN], "holds no latents"),
-        (["--trace", "made", "--predictor", "router"], "does not hold what the predictor router"),
+        (["--from-trace", GOLDEN, "--capacity", "6%+40%"], "two tiers"),
+        (["--from-trace", GOLDEN, "--predictor", "latent"], "does not say what to predict from"),
+        (["--from-trace", GOLDEN, "--fit", GOLDEN], "holds no latents"),
+        (
+            ["--from-trace", "made", "--predictor", "router"],
+            "does not hold what the predictor router",
+        ),
     ],
 )
 def test_refused(
