@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.batch import WORDS
-from benchmarks.run import machine, note
+from benchmarks.run import machine, note, some_words
 from k3offload.session_manifest import read_manifest
 
 #: The command, but every sweep is told and not one a second.
@@ -109,10 +108,10 @@ def records(out: Path) -> list[dict[str, Any]]:
 
 def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Figures of an uninterrupted run and of one that was killed."""
-    drawn, texts, known = random.Random(given.seed), folder / "in", WORDS.split()
+    drawn, texts = random.Random(given.seed), folder / "in"
     texts.mkdir()
     for i in range(given.documents):
-        words = " ".join(drawn.choice(known) for _ in range(drawn.randrange(4, 60)))
+        words = some_words(drawn, drawn.randrange(4, 60))
         (texts / f"t{i:03}.txt").write_text(f"{i} {words}")
     how = [
         "nano", str(texts), "-n", str(given.new), "--sessions", "4", "--temperature", "0.8",

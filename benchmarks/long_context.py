@@ -31,8 +31,7 @@ import numpy.typing as npt
 import torch
 
 import k3offload
-from benchmarks.run import machine, note
-from benchmarks.stream import need_room
+from benchmarks.run import machine, need_room, note
 from k3offload.bench_read import read_rate
 from k3offload.checkpoint import Checkpoint
 from k3offload.config import parse_size

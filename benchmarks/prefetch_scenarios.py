@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import k3offload
-from benchmarks.run import machine, note
-from benchmarks.stream import decode, need_room
+from benchmarks.run import machine, need_room, note
+from k3offload.bench_decode import walk
 from k3offload.make_tiny import make_tiny
 from k3offload.scheduler.counts import Counts
 from k3offload.session import Session
@@ -120,7 +120,7 @@ class Side:
         self._before = Counts()
 
     def turn(self, tokens: list[int]) -> None:
-        self.seconds.append(statistics.mean(decode(self.session, tokens)))
+        self.seconds.append(statistics.mean(walk(self.session, tokens)))
 
     def begin(self) -> None:
         """Measure from here."""

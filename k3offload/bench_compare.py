@@ -1,10 +1,11 @@
 """Two files of benchmark results, figure by figure: medians, what the noise allows, a verdict.
 
-A file has a JSON object a line, as ``benchmarks/`` writes them: facts of the machine, settings and
-figures.  Lines with the same benchmark and settings are repetitions of one another, and only those
-of both files are compared.  Settings are texts, truth values and whole numbers of a line itself;
-fractions are figures, but for those of ``FRACTIONS``, and so is what ``MEASURED`` names, and every
-number further inside.  A list of numbers counts as its median.
+A file has a JSON object a line, as the commands of ``bench`` and ``benchmarks/`` write them: facts
+of the machine, settings and figures.  Lines with the same benchmark and settings are repetitions of
+one another, and only those of both files are compared.  A line of the commands names its settings
+(``bench_frame.py``).  In others they are texts, truth values and whole numbers of the line itself;
+fractions are figures, but for those of ``FRACTIONS``, and so is what ``MEASURED`` names.  Every
+number further inside is a figure; a list of numbers counts as its median.
 
 The interval of a ratio is that of its bootstrap: each side's lines are drawn again, as many as
 there are, with replacement, and so often that the middle ``SURE`` of the ratios of medians can be
@@ -23,6 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from .bench_frame import SCHEMA, VERSION
 from .errors import UsageError
 
 SURE: Final = 0.95
@@ -35,9 +37,15 @@ MEASURED: Final = re.compile(
 #: what is said of a machine and a run, and is neither setting nor figure
 FACTS: Final = (
     "cpu", "commit", "date", "processors", "cgroup_processors", "cgroup_memory", "clean",
-    "background", "version", "path",
+    "background", "version", "path", "computed_by", "memory", "system", "torch",
 )  # fmt: skip
+#: the same of lines that name their settings
+FRAME: Final = ("schema", "schema_version", "settings", "repeat", "seed", "counts")
 FRACTIONS: Final = ("cache", "save_every")  #: settings, though they are no whole numbers
+_TOLD: Final = (
+    "cpu", "processors", "memory", "cgroup_processors", "cgroup_memory", "system", "torch",
+    "computed_by",
+)  # fmt: skip
 DIFFERS, SAME, FEW = "differs", "no difference seen", "too few lines"
 
 Line = dict[str, Any]
@@ -133,18 +141,32 @@ def by_kind(path: Path, clean: bool) -> dict[str, list[Line]]:
             line = json.loads(text)
             if not isinstance(line, dict):
                 raise ValueError("it is no object")
+            _check_schema(line)
         except ValueError as error:  # UnicodeDecodeError is one
             raise UsageError(
                 f"Line {number} of {path} is no result: {error}.",
                 "Give files as benchmarks/results has them: a JSON object a line.",
             ) from error
-        if clean and line.get("clean") is False:
+        if clean and _contended(line):
             continue
         found.setdefault(json.dumps(_settings(line), sort_keys=True), []).append(line)
     return found
 
 
+def _check_schema(line: Line) -> None:
+    """Raises ``ValueError`` for a line of a schema of ours that is not this version's."""
+    if "schema" not in line:
+        return
+    if (line["schema"], line.get("schema_version")) != (SCHEMA, VERSION):
+        raise ValueError(f"it has schema {line['schema']!r} {line.get('schema_version')}")
+    named = line.get("settings")
+    if not isinstance(named, list) or not all(isinstance(n, str) and n in line for n in named):
+        raise ValueError("it lacks settings that it names")
+
+
 def _settings(line: Line) -> dict[str, Any]:
+    if "schema" in line:
+        return {name: line[name] for name in ("benchmark", *line["settings"]) if name in line}
     return {
         name: value
         for name, value in line.items()
@@ -162,7 +184,7 @@ def samples(lines: Sequence[Line]) -> dict[str, list[float]]:
     """Figure -> its value in each line that has it."""
     found: dict[str, list[float]] = {}
     for line in lines:
-        known = {*_settings(line), *FACTS}
+        known = {*_settings(line), *FACTS, *(FRAME if "schema" in line else ())}
         for name, value in line.items():
             if name not in known:
                 for path, number in _numbers(name, value):
@@ -209,13 +231,18 @@ def _medians(values: Any, draw: np.random.Generator) -> Any:
 
 
 def _side(lines: Sequence[Line]) -> Side:
-    told = [line.get("clean") for line in lines]
-    return Side(len(lines), told.count(False), told.count(None))
+    unknown = sum(line.get("clean") is None for line in lines)
+    return Side(len(lines), sum(map(_contended, lines)), unknown)
+
+
+def _contended(line: Line) -> bool:
+    """Whether others made its times what they are; what is counted is the same in company."""
+    return line.get("clean") is False and not line.get("counts")
 
 
 def _notes(sides: Sequence[Sequence[Line]]) -> Iterator[str]:
     """What makes the sides different beside what is compared, and why lines are marked."""
-    for name in ("cpu", "processors", "cgroup_processors", "cgroup_memory"):
+    for name in _TOLD:
         a, b = ({str(line[name]) for line in side if name in line} for side in sides)
         if a and b and a != b:
             yield f"{name} is {', '.join(sorted(a))} in A and {', '.join(sorted(b))} in B"
@@ -223,7 +250,7 @@ def _notes(sides: Sequence[Sequence[Line]]) -> Iterator[str]:
         reasons = [
             reason
             for line in lines
-            if line.get("clean") is False
+            if _contended(line)
             for reason in line.get("background", {}).get("reasons", ["nobody says why"])
         ]
         if reasons:

@@ -17,8 +17,9 @@ import statistics
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,15 +34,18 @@ ENOUGH: Final = 0.95  #: of fio's rate
 SMALL: Final = 100_000_000  #: bytes; a drive may keep that much in its own memory
 PART: Final = 16 << 20  #: bytes of a page of a model without experts
 MOST_BYTES: Final = 100_000_000_000  #: read in one measurement, whatever the time
-ROUNDS: Final = 3  #: turns that ours and each of fio's engines take
 ENGINES: Final = {  # fio's names: blocking reads in threads, or queued by the kernel
     "psync": {"numjobs": READERS, "iodepth": 1},
     "libaio": {"numjobs": 1, "iodepth": READERS},
 }
 
 HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  #: for fio's buffers
-
-Watch = Callable[[str], None]
+MEANINGS: Final = {
+    "rate": "bytes/s, ours",
+    **{f"fio_{name}": f"bytes/s, fio with {name}" for name in ENGINES},
+    **{f"of_fio_{name}": "ours by that" for name in ENGINES},
+    "processors": "processors that ours kept busy",
+}
 
 
 @dataclass(frozen=True)
@@ -61,30 +65,6 @@ class ReadRate:
     mode: str  #: direct, buffered, or both
     notes: tuple[str, ...]  #: what to know about the figure
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Ours beside fio.  ``ratio`` is the median of the rounds' ratios."""
-
-    ours: ReadRate
-    engine: str  #: the faster of fio's, by its median
-    fio: float | None  #: that median in bytes a second; None where fio was not run
-    ratio: float | None
-    ratios: tuple[float, ...]  #: of each round
-    why_not: str  #: why fio was not run
-
-    @property
-    def verdict(self) -> str:
-        if self.ratio is None:
-            return "not compared"
-        return "good" if self.ratio >= ENOUGH else "slow"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": self.verdict, "enough": ENOUGH}
-
 
 def read_rate(
     checkpoint: Checkpoint, seconds: float = 2.0, seed: int = 0, most_bytes: int = MOST_BYTES
@@ -94,39 +74,67 @@ def read_rate(
     Takes memory for the pages under way, about ``IN_FLIGHT`` bytes and four pages.  Raises
     ``ReadError``, or ``CheckpointError`` if the model has nothing to read.
     """
-    with _Pattern(checkpoint, seed) as pattern:
+    with closing(_Pattern(checkpoint, seed)) as pattern:
         pattern.run(seconds, most_bytes)
         return pattern.result()
 
 
-def compare(
-    checkpoint: Checkpoint, seconds: float = 10.0, seed: int = 0, watch: Watch = lambda text: None
-) -> Comparison:
-    """``read_rate`` and fio in turns, ``seconds`` in all; ours alone where fio cannot be used."""
-    program = shutil.which("fio")
-    with _Pattern(checkpoint, seed) as pattern:
-        pattern.run(0, pattern.page_bytes)  # one read: which mode, and the files are open
-        why_not = "fio is not installed" if program is None else pattern.not_comparable()
-        if program is None or why_not:
-            watch("reading")
-            pattern.run(seconds, MOST_BYTES)
-            return Comparison(pattern.result(), "", None, None, (), why_not)
-        turn = max(0.2, seconds / ROUNDS / (1 + len(ENGINES)))
-        rates: dict[str, list[float]] = {name: [] for name in ("", *ENGINES)}
-        for i in range(ROUNDS):
-            watch(f"round {i + 1} of {ROUNDS}")
-            order = list(rates)
-            for name in order[i % 3 :] + order[: i % 3]:  # a drift in one direction favours nobody
-                if name:
-                    rates[name].append(_fio(program, pattern, name, turn, seed + i))
-                else:
-                    rates[name].append(pattern.run(turn, MOST_BYTES // ROUNDS))
-        ours = rates.pop("")
-        middle = {name: statistics.median(several) for name, several in rates.items()}
-        engine = max(middle, key=middle.__getitem__)
-        ratios = tuple(a / b for a, b in zip(ours, rates[engine], strict=True))
-        ratio = statistics.median(ratios)
-        return Comparison(pattern.result(), engine, middle[engine], ratio, ratios, "")
+class Turns:
+    """Our reads and fio's in turns; ours alone where fio cannot be used, and ``why_not``."""
+
+    def __init__(self, checkpoint: Checkpoint, seed: int = 0) -> None:
+        self._program = shutil.which("fio")
+        self._pattern = _Pattern(checkpoint, seed)
+        try:
+            # one read: which mode, and the files are open
+            self._pattern.run(0, self._pattern.page_bytes)
+        except BaseException:
+            self._pattern.close()
+            raise
+        missing = "fio is not installed" if self._program is None else ""
+        self.why_not = missing or self._pattern.not_comparable()
+        self._number = 0
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pattern.close()
+
+    @property
+    def ours(self) -> ReadRate:
+        """All of our reads so far."""
+        return self._pattern.result()
+
+    def turn(self, seconds: float, seed: int) -> dict[str, Any]:
+        """Figures of a turn of each, ``seconds`` in all: rates in bytes a second, and ours by
+        those of fio's engines."""
+        names = [""] if self.why_not else ["", *ENGINES]
+        each = seconds if self.why_not else max(0.2, seconds / len(names))
+        at = self._number % len(names)  # a drift in one direction favours nobody
+        self._number += 1
+        before, rates = self.ours, {}
+        for name in names[at:] + names[:at]:
+            if name:
+                assert self._program is not None
+                rates[name] = _fio(self._program, self._pattern, name, each, seed)
+            else:
+                rates[name] = self._pattern.run(each, MOST_BYTES // 10)
+        after, ours = self.ours, rates.pop("")
+        busy = after.processors * after.seconds - before.processors * before.seconds
+        return {
+            "rate": ours, "processors": busy / (after.seconds - before.seconds),
+            "reads": after.reads - before.reads, "bytes": after.bytes - before.bytes,
+            "mode": after.mode, **{f"fio_{name}": rate for name, rate in rates.items()},
+            **{f"of_fio_{name}": ours / rate for name, rate in rates.items()},
+        }  # fmt: skip
+
+
+def faster_engine(lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """The engine of fio that was the faster by its median; None where fio was not run."""
+    if not lines or f"fio_{next(iter(ENGINES))}" not in lines[0]:
+        return None
+    return max(ENGINES, key=lambda name: statistics.median(line[f"fio_{name}"] for line in lines))
 
 
 class _Pattern:
@@ -146,10 +154,7 @@ class _Pattern:
         self._disk = DiskTier(checkpoint.files, lambda page: self._pages[page.expert])
         self._reads, self._bytes, self._seconds, self._processor = 0, 0, 0.0, 0.0
 
-    def __enter__(self) -> _Pattern:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._disk.close()
 
     @property

@@ -177,7 +177,13 @@ def takes_how(*but: str, **more: Any) -> Callable[[Callable[..., None]], Callabl
     """Makes of a command that takes ``how: How`` one that has its options instead, without those
     that are named in ``but`` and would do nothing there; ``more``: the same of other arguments,
     with the classes that list their options."""
-    groups = {**more, "how": How}
+    return takes(but, **more, how=How)
+
+
+def takes(
+    but: tuple[str, ...] = (), **groups: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The same of a command whose arguments of these names are such classes."""
     fields = {name: [f for f in group._fields if f not in but] for name, group in groups.items()}
     options = [
         Parameter(
@@ -221,13 +227,13 @@ def loading_options(how: How) -> dict[str, Any]:
     given = how._asdict()
     del given["trace"], given["trace_with"]
     given["adaptive"] = given.pop("adaptive_backend")
-    given["kernels"] = _kernels(given.pop("kernel"))
+    given["kernels"] = wanted_kernels(given.pop("kernel"))
     for name in ("ram", "cache", "vram", "latents", "summaries", "prefix_disk"):
         given[name] = None if given[name] is None else parse_size(given[name])
     return given
 
 
-def _kernels(given: list[str] | None) -> dict[str, str]:
+def wanted_kernels(given: list[str] | None) -> dict[str, str]:
     """``["linear=reference"]`` -> ``{"linear": "reference"}``."""
     wanted = {}
     for text in given or ():

@@ -130,7 +130,7 @@ def measure(
     workers = Workers(threads)
     kernels = Kernels(workers)
     with single_threaded():
-        bench = _Bench(spec, kernels, DTYPES[dtype])
+        bench = Operators(spec, kernels, DTYPES[dtype])
         stream, extra, ready, macs = bench.tables()
         rates = Rates(
             disk=disk or ASSUMED_DISK,
@@ -180,7 +180,7 @@ def _arena() -> torch.Tensor:
     return block.mul_(0.02).view(torch.uint8).repeat(ARENA // (2 << 20))
 
 
-class _Bench:
+class Operators:
     """The operators at the sizes of ``spec``, weights taken from one arena."""
 
     def __init__(self, spec: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> None:
@@ -211,7 +211,7 @@ class _Bench:
     def tables(self) -> tuple[dict[str, float], ...]:
         """``stream``, ``extra``, ``ready``, ``macs`` of ``Rates``."""
         tables: tuple[dict[str, float], ...] = ({}, {}, {}, {})
-        n, k = self._trunk_shape()
+        n, k = self.trunk_shape()
         for kind in FORMATS:
             own = self.weights(kind, n, k)
             for table, rate in zip(tables, self._linear(own, n, k, kind), strict=True):
@@ -220,7 +220,7 @@ class _Bench:
             table[EXPERTS] = rate
         return tables
 
-    def _trunk_shape(self) -> tuple[int, int]:
+    def trunk_shape(self) -> tuple[int, int]:
         """[N, K] near the model's larger matrices, both multiples of 64, 64 MB at most."""
         k = max(64, self.spec.hidden // 64 * 64)
         n = max(64, min(self.spec.kda.width, (32 << 20) // k) // 64 * 64)
@@ -231,7 +231,7 @@ class _Bench:
             x = self.x(rows, k)
             return typical(lambda i: self.kernels.linear(x, own[i % len(own)], decode))
 
-        return _line(_bytes(kind, n, k), n * k, seconds, (ROW_TILE, GROUP_ROWS))
+        return _line(weight_bytes(kind, n, k), n * k, seconds, (ROW_TILE, GROUP_ROWS))
 
     def _experts(self) -> tuple[float, ...]:
         m = self.spec.moe
@@ -252,7 +252,7 @@ class _Bench:
 
             return typical(work) / count
 
-        size, macs = 3 * _bytes(kind, m.width, m.io), 3 * m.width * m.io
+        size, macs = 3 * weight_bytes(kind, m.width, m.io), 3 * m.width * m.io
         return _line(size, macs, seconds, (FEW, MANY))
 
     def attention(self) -> float:
@@ -304,7 +304,7 @@ class _Bench:
         return GROUP_ROWS * spec.hidden * (2 * 2 * len(entries) + 4 + 2) / typical(work)
 
 
-def _bytes(kind: str, n: int, k: int) -> int:
+def weight_bytes(kind: str, n: int, k: int) -> int:
     """Bytes of a weight [n, k] with its scales."""
     return {"bfloat16": 2 * n * k, "int8": n * k + n * k // 32, "mxfp4": n * k // 2 + n * k // 32}[
         kind

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import benchmarks.run
-from benchmarks.contention import Background, _groups, _pressure, limits
 from k3offload.bench_compare import DIFFERS, FEW, SAME, compare
+from k3offload.contention import Background, _groups, _pressure, limits
 from k3offload.errors import UsageError
 from tests.helpers_engine import call
 
@@ -290,7 +290,7 @@ def test_replays_of_other_versions_are_compared(
     assert not found.only_a and kind.settings["trace"] == line["trace"]
     figures = {one.name for one in kind.figures}
     assert {"late", "prefetches", "resident", "prefetched_in_time", "bytes"} <= figures
-    lines = [{**line, "latent_dtype": kind, "latents": n} for kind, n in ((None, 5), (None, 6))]
+    lines = [{"benchmark": "old", "latents": n, "seconds": 1.0} for n in (5, 6)]
     for one, name in zip(lines, ("c", "d"), strict=True):
         wrote(tmp_path / name, [one])
     with pytest.raises(UsageError, match="with other settings"):

@@ -6,17 +6,17 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from k3offload import bench_read, cli_bench
-from k3offload.bench_read import Comparison, compare, read_rate
+from k3offload import bench_read, contention
+from k3offload.bench_read import Turns, faster_engine, read_rate
 from k3offload.checkpoint import Checkpoint
-from k3offload.errors import K3Error, ReadError, UsageError
+from k3offload.cli_bench import verdict
+from k3offload.errors import K3Error, ReadError
 from tests.helpers_checkpoint import tiny
-from tests.helpers_engine import BRIEF, checkpoint
+from tests.helpers_engine import BRIEF, call, checkpoint
 
 
 @pytest.fixture
@@ -35,7 +35,6 @@ def test_pages_are_experts_and_counts_add_up(model: Checkpoint) -> None:
     assert found.seconds >= 0.1 and found.rate == found.bytes / found.seconds
     assert found.mode in ("direct", "buffered")
     assert "no figure for a large model" in found.notes[0]
-    assert json.loads(json.dumps(found.to_dict()))["reads"] == found.reads
 
 
 def test_bytes_are_bounded(model: Checkpoint) -> None:
@@ -64,19 +63,25 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
 
 def test_without_fio_ours_stands_alone(model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    found = compare(model, seconds=0.05)
-    assert (found.ratio, found.fio, found.verdict) == (None, None, "not compared")
-    assert "not installed" in found.why_not and found.ours.reads > 1
+    with Turns(model) as turns:
+        before = turns.ours
+        found = turns.turn(0.05, 0)
+        after = turns.ours
+    assert "not installed" in turns.why_not and faster_engine([found]) is None
+    assert found["reads"] == after.reads - before.reads > 0
+    assert found["bytes"] == found["reads"] * model.expert_bytes
+    assert not any(name.startswith("fio") for name in found)
 
 
 def test_a_small_model_is_not_compared(model: Checkpoint, tmp_path: Path) -> None:
     """Whatever fio would say of a few megabytes again and again."""
     with pytest.MonkeyPatch.context() as patch:
         _program(tmp_path, "exit 1", patch)
-        found = compare(model, seconds=0.05)
-    assert found.ratio is None
-    if found.ours.mode == "direct":
-        assert "so little" in found.why_not
+        with Turns(model) as turns:
+            found = turns.turn(0.05, 0)
+    assert faster_engine([found]) is None
+    if found["mode"] == "direct":
+        assert "so little" in turns.why_not
 
 
 def _program(folder: Path, script: str, patch: pytest.MonkeyPatch) -> None:
@@ -86,22 +91,40 @@ def _program(folder: Path, script: str, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
+SAYS = """case "$*" in
+*ioengine=psync*) rate=100 ;;
+*) rate=400 ;;
+esac
+echo "{\\"jobs\\": [{\\"read\\": {\\"bw_bytes\\": $rate}}]}"
+"""
+
+
+def test_ours_by_the_faster_engine(
+    model: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_read, "SMALL", 0)
+    _program(tmp_path, SAYS, monkeypatch)
+    if read_rate(model, seconds=0).mode != "direct":
+        pytest.skip("the file system of the models has no direct reads")
+    with Turns(model) as turns:
+        lines = [turns.turn(0.1, seed) for seed in range(3)]
+    assert turns.why_not == "" and faster_engine(lines) == "libaio"
+    for line in lines:
+        assert (line["fio_psync"], line["fio_libaio"]) == (100, 400)
+        assert line["of_fio_libaio"] == line["rate"] / 400
+
+
 def test_fio_takes_turns_with_ours(model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("fio") is None:
         pytest.skip("fio is not installed")
     monkeypatch.setattr(bench_read, "SMALL", 0)
-    monkeypatch.setattr(bench_read, "ROUNDS", 2)
     before = {file: file.stat().st_mtime_ns for file in model.folder.iterdir()}
-    said: list[str] = []
-    found = compare(model, seconds=1.2, watch=said.append)
-    if found.ours.mode != "direct":
-        assert found.why_not == "the file system refuses direct reads"
-        return
-    assert found.fio and found.engine in bench_read.ENGINES
-    assert len(found.ratios) == 2 and found.ratio
-    assert min(found.ratios) <= found.ratio <= max(found.ratios)
-    assert found.verdict == ("good" if found.ratio >= 0.95 else "slow")
-    assert said[-1] == "round 2 of 2"
+    with Turns(model) as turns:
+        if turns.why_not:
+            assert turns.why_not == "the file system refuses direct reads"
+            return
+        found = turns.turn(0.6, 0)
+    assert faster_engine([found]) in bench_read.ENGINES and found["of_fio_psync"] > 0
     assert before == {file: file.stat().st_mtime_ns for file in model.folder.iterdir()}
 
 
@@ -113,40 +136,42 @@ def test_fio_that_does_not_run_is_said(
     _program(tmp_path, script, monkeypatch)
     if read_rate(model, seconds=0).mode != "direct":
         pytest.skip("the file system of the models has no direct reads")
-    with pytest.raises(K3Error, match=r"fio did not run: (broken|\{\})"):
-        compare(model, seconds=0.1)
+    with Turns(model) as turns, pytest.raises(K3Error, match=r"fio did not run: (broken|\{\})"):
+        turns.turn(0.1, 0)
 
 
 # ---- the command ----
 
 
-@pytest.fixture
-def app() -> typer.Typer:
-    made = typer.Typer()
-    cli_bench.add_to(made)
-    return made
-
-
-def test_command_prints_lines_or_json(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_prints_a_table_or_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", "")
-    folder = str(checkpoint(**BRIEF))
-    done = CliRunner().invoke(app, ["bench", "read", folder, "--seconds", "0.05"])
-    assert done.exit_code == 0, done.output
-    assert "routed experts of" in done.stdout and "not compared: fio" in done.stdout
-    done = CliRunner().invoke(app, ["bench", "read", folder, "--seconds", "0.05", "--json"])
-    found = json.loads(done.stdout)
-    assert found["verdict"] == "not compared" and found["ours"]["bytes"] > 0
+    monkeypatch.setattr(contention, "LOOK", 0.01)
+    monkeypatch.setattr(contention, "OTHERS", 9.0)
+    monkeypatch.setattr(contention, "STOLEN", 9.0)
+    command = ["bench", "read", checkpoint(**BRIEF), "--seconds", "0.1", "--repeats", 2]
+    code, out, _ = call(command, capsys)
+    assert code == 0 and "routed experts of" in out and "not compared: fio" in out
+    code, out, _ = call([*command, "--json"], capsys)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [line["repeat"] for line in lines] == [0, 1]
+    assert all(line["bytes"] == line["reads"] * line["page_bytes"] > 0 for line in lines)
+    assert [line["seed"] for line in lines] == [0, 1] and lines[0]["beside"].startswith("fio is")
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
-def test_seconds_must_be_some(app: typer.Typer, seconds: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "read", "nano", "--seconds", seconds])
-    assert isinstance(done.exception, UsageError)
+def test_seconds_must_be_some(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(["bench", "read", "nano", "--seconds", seconds], capsys)
+    assert code == 2 and "--seconds is" in err
 
 
-def test_verdicts(model: Checkpoint) -> None:
-    ours = read_rate(model, seconds=0)
-    slow = Comparison(ours, "psync", 2e9, 0.94, (0.94,), "")
-    good = Comparison(ours, "psync", 2e9, 0.95, (0.95,), "")
-    assert "slow: the median of 1 rounds" in cli_bench.render(slow)
-    assert "psync, 8 reads at once" in cli_bench.render(good) and "good" in cli_bench.render(good)
+def test_verdicts() -> None:
+    def line(rate: float) -> dict[str, Any]:
+        return {"rate": rate, "fio_psync": 2e9, "of_fio_psync": rate / 2e9, "fio_libaio": 1e9,
+                "of_fio_libaio": rate / 1e9}  # fmt: skip
+
+    slow = verdict([line(1.88e9)])
+    assert "slow: 0.940 of the rate of fio with psync and 8 reads at once" in slow
+    assert "good: 0.950" in verdict([line(1.9e9), line(1.2e9), line(1.95e9)])
+    assert verdict([{"rate": 1.0, "beside": "fio is not installed"}]).endswith("not installed")

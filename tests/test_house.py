@@ -24,7 +24,7 @@ FOLDERS = ("kernels", "tiers", "scheduler")
 
 #: Every file of the package belongs to one group.  A folder's files go by the folder's name.
 GROUPS = {
-    "leaf": "config durable energy errors machine paths registry",
+    "leaf": "bench_frame config contention durable energy errors machine paths registry",
     "spec": "spec inventory config_fields config_read precision",
     "data": "checkpoint headers json_stream shards findings find survey check_values "
     "constrain constrain_schema tokenizer tokenizer_json textstream sampling layout forecast_sizes "
@@ -46,11 +46,13 @@ GROUPS = {
     "packing": "pack pack_journal pack_layout pack_quantise pack_source pack_stream pack_write",
     "planning": "cost_table device_report doctor doctor_system forecast forecast_device measure "
     "plan_report rates",
-    "command": "batch_meter bench_policies bench_replay damage evaluate_append evaluate_cost "
-    "evaluate_operators evaluate_operators_cases evaluate_recall evaluate_routing report_results "
-    "report_routing report_tiers report_trace run_batch run_chat run_generate run_logits run_ray "
-    "run_ray_worker",
-    "cli": "cli cli_batch cli_batch_run cli_bench cli_chat cli_compare cli_cost cli_damage "
+    "command": "batch_meter bench_batch bench_decode bench_engine bench_kernels bench_policies "
+    "bench_predictors bench_prefill bench_replay bench_routing damage evaluate_append "
+    "evaluate_cost evaluate_operators evaluate_operators_cases evaluate_recall evaluate_routing "
+    "report_results report_routing report_tiers report_trace run_batch run_chat run_generate "
+    "run_logits run_ray run_ray_worker",
+    "cli": "cli cli_batch cli_batch_run cli_bench cli_bench_engine cli_bench_frame "
+    "cli_bench_replay cli_chat cli_compare cli_cost cli_damage "
     "cli_evaluate cli_kernels cli_model cli_open cli_operators cli_options cli_pack cli_plan "
     "cli_replay cli_report cli_routing cli_run cli_trace",
     "root": "__init__ __main__",
@@ -84,6 +86,7 @@ TORCH_FREE = ("leaf", "spec", "data", "tiny", "scheduler")
 TORCH_FREE_EDGES = [
     "bench_compare",
     "bench_policies",
+    "bench_predictors",
     "bench_read",
     "budget",
     "check",

@@ -4,19 +4,26 @@
 children's, on the processors that it may use; time that a hypervisor took; times that the control
 group held it back.  Where the kernel tells how long tasks waited for a processor or for memory
 (PSI), that is noted; it is no reason by itself, since a process also waits for its own threads.
+``Alone`` looks at the idle machine before and after as well: whoever slows a measurement down may
+get so little of a busy machine meanwhile that it is hardly seen.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from .machine import facts
+
 OTHERS = 0.05  #: part of the processors that others may use in a clean run
 STOLEN = 0.01  #: part of their time that a hypervisor may take
+LOOK = 0.3  #: seconds of a look at the machine while this process is idle
 ROOT = Path("/sys/fs/cgroup")
 PRESSURE = Path("/proc/pressure")
 
@@ -71,6 +78,47 @@ class Background:
             "reasons": reasons,
         }
         return {"clean": not reasons, "background": background}
+
+
+class Alone:
+    """Whether something that is measured has the machine to itself: make one before it begins.
+
+    Looks at the machine for ``LOOK`` seconds, again and again for ``wait`` seconds until nobody
+    else uses it.
+    """
+
+    def __init__(self, wait: float = 0.0, root: Path = ROOT) -> None:
+        self._root, end = root, time.monotonic() + wait
+        self._before = self._look()
+        while not self._before["clean"] and time.monotonic() < end:
+            self._before = self._look()
+        self._during = Background(root)
+
+    def _look(self) -> dict[str, Any]:
+        background = Background(self._root)
+        time.sleep(LOOK)
+        return background.read()
+
+    def read(self) -> dict[str, Any]:
+        """``clean``: before, during and after.  ``background``: the figures of the time between,
+        with the reasons of all three."""
+        during = self._during.read()
+        looks = {"before": self._before, "during": during, "after": self._look()}
+        reasons = [f"{when} {reason}" for when, found in looks.items()
+                   for reason in found["background"]["reasons"]]  # fmt: skip
+        others = {f"others_{when}": looks[when]["background"]["others"]
+                  for when in ("before", "after")}  # fmt: skip
+        background = {**during["background"], **others, "reasons": reasons}
+        return {"clean": not reasons, "background": background}
+
+
+def machine() -> dict[str, Any]:
+    """What a line of results says of the machine: ``facts``, its memory in bytes, kernel and torch,
+    and the limits of this process."""
+    return {
+        **facts(), "memory": psutil.virtual_memory().total, "system": platform.platform(),
+        "torch": version("torch"), **limits(),
+    }  # fmt: skip
 
 
 def limits(root: Path = ROOT) -> dict[str, Any]:
