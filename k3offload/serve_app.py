@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from . import serve_chat, serve_completions, serve_errors
+from . import serve_chat, serve_completions, serve_errors, serve_live
 from .chat import Encoder
 from .errors import K3Error, UsageError
 from .serve_ask import Served, now
@@ -57,6 +57,7 @@ def create_app(thread: EngineThread, settings: Settings, version: str = "0") -> 
     serve_errors.add_to(app)
     _add_answers(app, thread, served)
     _add_facts(app, thread, served, metrics, began)
+    app.include_router(serve_live.router(thread))
     _describe(app)
     if settings.origins:
         app.add_middleware(

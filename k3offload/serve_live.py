@@ -81,7 +81,7 @@ class _Stage:
 
     async def _tick(self) -> None:
         try:
-            await asyncio.wrap_future(self._thread.call(self._live.start))
+            await asyncio.wrap_future(self._thread.call(self._start))
             while self._thread.alive:
                 self._tell(json.dumps({**self._live.facts(), "requests": self._requests()}))
                 await asyncio.sleep(EVERY)
@@ -90,6 +90,11 @@ class _Stage:
         finally:
             self._live.stop()
             self._tell(None)
+
+    def _start(self) -> None:
+        """Between two layers, which may be seconds later: whoever asked for it may have gone."""
+        if self.ears:
+            self._live.start()
 
     def _tell(self, event: str | None) -> None:
         """Who is slow hears the newest alone."""

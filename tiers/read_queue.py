@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from .base import Cancelled, Priority, Ticket
 
-
 #: told under the queue's lock that a piece of this priority begins (1), or has ended (-1)
 Watch = Callable[[Priority | None, int], None]
 

@@ -187,9 +187,7 @@ class DeviceTier:
                     self._copy(copy, pieces, after)
         copy.finish(None, self.size(copy.page))
 
-    def _copy(
-        self, copy: _Copy, pieces: Sequence[tuple[Buffer, int]], after: Mark | None
-    ) -> None:
+    def _copy(self, copy: _Copy, pieces: Sequence[tuple[Buffer, int]], after: Mark | None) -> None:
         """All ``pieces``, until they have landed."""
         landed = Ticket(len(pieces))
         for source, at in pieces:

@@ -5,6 +5,7 @@
 const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed", "effort"];
 const EFFORTS = { "": "as the model", none: "none", low: "low", high: "high", max: "max" };
 const turns = []; // {role, content, reasoning, state, note, figures}; state: done, going, dropped, wrong
+let leaving = false; // this page, for another or for itself anew
 let going = null; // {turn, abort, id, begun, first, made} while an answer is under way
 const parts = new WeakMap(); // turn -> its elements
 
@@ -219,6 +220,7 @@ function soon() {
 }
 
 function failed(turn, error) {
+  if (leaving) return; // the next page will say so
   if (error.name === "AbortError") {
     drop(turn, "Stopped.");
     say("Stopped.");
@@ -333,6 +335,10 @@ function unlock() {
 $("unlock").addEventListener("click", unlock);
 $("key").addEventListener("keydown", (event) => {
   if (event.key === "Enter") (event.preventDefault(), unlock());
+});
+addEventListener("beforeunload", () => {
+  leaving = true;
+  setTimeout(() => { leaving = false; }, 1000); // it stays after all
 });
 addEventListener("pagehide", keep);
 watchers.push(progress);

@@ -35,13 +35,18 @@ async function call(path, options = {}) {
   throw new Refused(response.status, words, told.code);
 }
 
+function broken(error) {
+  if (error.name === "AbortError") throw error;
+  throw new Refused(0, "The connection broke. See that the server still runs, then try again.");
+}
+
 /** Events of a stream, as {event, data}; comments are passed over. */
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch(broken);
       if (done) return;
       rest += value;
       for (let gap; (gap = /\r?\n\r?\n/.exec(rest)); ) {
