@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from base64 import b64decode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,8 @@ def watching(engine: Engine) -> Iterator[Live]:
 
 
 def decode(session: Session, count: int) -> None:
+    """Its prompt, and so many tokens more."""
+    session.logits()
     for token in some_tokens(count):
         session.append_sampled(token)
         session.logits()
@@ -78,7 +80,7 @@ def check(facts: dict[str, Any], engine: Engine) -> None:
 
 def test_figures_agree_while_sweeps_run(engine: Engine) -> None:
     with watching(engine) as live, session_with(engine, some_tokens(200)) as session:
-        work = threading.Thread(target=lambda: (session.logits(), decode(session, 25)))
+        work = threading.Thread(target=decode, args=(session, 25))
         work.start()
         seen = []
         while work.is_alive():
@@ -101,7 +103,6 @@ def test_at_rest_it_is_what_the_engine_says(engine: Engine) -> None:
                 PageId(layer, e) for e in experts.reshape(-1).tolist()
             )
         )
-        session.logits()
         decode(session, 3)
         facts = live.facts()
         check(facts, engine)
@@ -125,7 +126,6 @@ def test_at_rest_it_is_what_the_engine_says(engine: Engine) -> None:
 def test_bytes_are_those_of_the_misses_where_nothing_is_guessed() -> None:
     with load(checkpoint(**BRIEF), context=256, cache="200k", predict="none") as engine:
         with watching(engine) as live, session_with(engine, some_tokens(40)) as session:
-            session.logits()
             decode(session, 4)
             facts = live.facts()
             experts = facts["tiers"]["experts"]
@@ -166,7 +166,6 @@ def test_lanes_last_as_long_as_what_they_show(engine: Engine) -> None:
             before_layer=lambda layer: time.sleep(0.005),
         )
         before = sum(c.wait_seconds for c in engine.counts().values())
-        session.logits()
         decode(session, 6)
         waited = sum(c.wait_seconds for c in engine.counts().values()) - before
         time.sleep(BIN)  # the last bin is whole
@@ -183,7 +182,6 @@ def test_pages_on_a_device_and_their_copies() -> None:
         there = engine.accelerator
         assert there is not None and there.store is not None and there.tier is not None
         with watching(engine) as live, session_with(engine, some_tokens(70)) as session:
-            session.logits()
             decode(session, 3)
             time.sleep(BIN)
             facts = live.facts()
@@ -196,24 +194,22 @@ def test_pages_on_a_device_and_their_copies() -> None:
         assert there.tier.watch is None
 
 
-def test_nobody_watches_and_nothing_is_kept(engine: Engine) -> None:
-    heard = list[Callable[..., None] | None]()
-    engine.disk.watch, listen = heard.append, engine.disk.watch  # type: ignore[method-assign]
-    try:
-        live = Live(engine)
-        with session_with(engine, some_tokens(64)) as session:
-            session.logits()
-            decode(session, 3)
-            assert not heard and not live.watched
-            facts = live.facts()
-            assert not sum(map(sum, (facts["lanes"][k] for k in ("compute", "waiting"))))
-            assert not pages(facts["asked"], engine)
-            assert live.left([64], 0)[0] is not None  # but how long sweeps take is known
-            live.start()
-            live.stop()
-            assert heard[1] is None and len(heard) == 2
-    finally:
-        engine.disk.watch = listen  # type: ignore[method-assign]
+def test_nobody_watches_and_nothing_is_kept(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = list[object]()
+    monkeypatch.setattr(engine.disk, "watch", heard.append)
+    live = Live(engine)
+    with session_with(engine, some_tokens(64)) as session:
+        decode(session, 3)
+        assert not heard and not live.watched
+        facts = live.facts()
+        assert not sum(facts["lanes"]["compute"]) and not sum(facts["lanes"]["waiting"])
+        assert not pages(facts["asked"], engine)
+        assert live.left([64], 0)[0] is not None  # but how long sweeps take is known
+        live.start()
+        live.stop()
+        assert heard[1] is None and len(heard) == 2
 
 
 def test_shares_of_bins() -> None:
@@ -230,7 +226,7 @@ LENGTHS = [[128], [64, 320], [320, 64], [192, 192, 192], [448, 64, 128], [64, 64
 def test_prompts_end_in_the_sweeps_that_were_said(engine: Engine, lengths: Sequence[int]) -> None:
     sessions = [session_with(engine, some_tokens(n, seed=i)) for i, n in enumerate(lengths)]
     sizes, ends = turns(lengths, engine.plan.sweep_rows)
-    number, took, ended = 0, [], {}
+    number, took, ended = 0, list[int](), dict[int, int]()
     while waiting := [s for s in sessions if s.needs_work]:
         assert not engine.sweep(waiting)
         took.append(engine.last_rows[1])

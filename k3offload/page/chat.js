@@ -114,6 +114,7 @@ function drop(turn, why) {
 
 function send() {
   const text = $("text").value.trim();
+  if (going) say("An answer is under way. Escape stops it.");
   if (!text || going) return;
   const question = { role: "user", content: text };
   turns.push(question);

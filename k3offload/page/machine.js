@@ -92,11 +92,10 @@ function showTiers({ tiers, rates }) {
   const body = $("tiers").tBodies[0];
   const rows = [];
   for (const [kind, n] of Object.entries(tiers)) {
-    if (!n.requests) continue;
     const row = made("tr");
     const head = made("th", "", kind.replace(" on the device", ", GPU"));
     head.scope = "row";
-    const part = (count) => `${((100 * count) / n.requests).toFixed(1)}%`;
+    const part = (count) => n.requests ? `${((100 * count) / n.requests).toFixed(1)}%` : "";
     const rate = rates && rates[kind] ? `${size(rates[kind].bytes)}/s` : "";
     const cells = [part(n.hits), part(n.late), part(n.misses), n.bytes ? rate : "", n.bytes ? size(n.bytes) : ""];
     row.append(head, ...cells.map((text) => made("td", "", text)));
