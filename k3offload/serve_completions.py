@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from .chat_parse import Content, Finish
-from .errors import UsageError
+from .errors import TokenizerError, UsageError
 from .serve_ask import Served, new_id, now, samplings, spelled, usage
 from .serve_job import Ask, Ended, Score, Step, TextReader
 from .serve_schema import CompletionRequest
@@ -18,10 +18,13 @@ def ask(served: Served, body: CompletionRequest) -> Ask:
     """What ``body`` asks of the engine.  Raises ``UsageError`` that begins with a field's name."""
     served.check_model(body.model)
     engine = served.engine
-    if isinstance(body.prompt, str):
-        prompt = engine.encode(body.prompt)
-    else:
-        prompt = checked_ids(body.prompt, engine.spec.vocab)
+    try:
+        if isinstance(body.prompt, str):
+            prompt = engine.encode(body.prompt)
+        else:
+            prompt = checked_ids(body.prompt, engine.spec.vocab)
+    except (UsageError, TokenizerError) as error:
+        raise UsageError(f"prompt: {error.problem}", error.remedy) from None
     if not prompt:
         raise UsageError("prompt is empty.", "Give text, or tokens.")
     return Ask(

@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import anyio
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -54,18 +55,35 @@ def page() -> tuple[str, dict[str, str]]:
     }  # fmt: skip
 
 
+Ear = asyncio.Queue[str | None]
+
+
+def _put(ear: Ear, event: str | None) -> None:
+    """Who is slow hears the newest alone."""
+    if ear.full():
+        ear.get_nowait()
+    ear.put_nowait(event)
+
+
+async def _ends(ear: Ear, leave: anyio.Event) -> None:
+    await leave.wait()
+    _put(ear, None)
+
+
 class _Stage:
     """One collector for everybody who listens: it starts with the first and stops with the last."""
 
     def __init__(self, thread: EngineThread) -> None:
         self._thread, self._live = thread, Live(thread.engine)
         self._ticker: asyncio.Task[None] | None = None
-        self.ears: set[asyncio.Queue[str | None]] = set()
+        self.ears: set[Ear] = set()
 
-    async def events(self) -> AsyncIterator[ServerSentEvent]:
-        """What stays as it is, then what changes, until the engine or the listener has gone."""
-        ear: asyncio.Queue[str | None] = asyncio.Queue(1)
+    async def events(self, leave: anyio.Event) -> AsyncIterator[ServerSentEvent]:
+        """What stays as it is, then what changes, until the engine, the listener or the server is
+        to ``leave``."""
+        ear: Ear = asyncio.Queue(1)
         self.ears.add(ear)
+        ending = asyncio.create_task(_ends(ear, leave))
         try:
             about = {"model": self._thread.settings.model, **self._live.about()}
             yield ServerSentEvent(json.dumps(about), event="about", sep="\n")
@@ -74,6 +92,7 @@ class _Stage:
             while (event := await ear.get()) is not None:
                 yield ServerSentEvent(event, event="live", sep="\n")
         finally:
+            ending.cancel()
             self.ears.discard(ear)
             if not self.ears and self._ticker is not None:
                 self._ticker.cancel()
@@ -97,11 +116,8 @@ class _Stage:
             self._live.start()
 
     def _tell(self, event: str | None) -> None:
-        """Who is slow hears the newest alone."""
         for ear in self.ears:
-            if ear.full():
-                ear.get_nowait()
-            ear.put_nowait(event)
+            _put(ear, event)
 
     def _requests(self) -> list[dict[str, Any]]:
         """Those under way, then those that wait; nothing of what they say."""
@@ -135,9 +151,10 @@ def router(thread: EngineThread) -> APIRouter:
             raise ServerStopped("The engine has ended.", "Start the server again.")
         if len(stage.ears) >= WATCHERS:
             raise Busy(f"{WATCHERS} pages are watching already.", "Close one.", 10)
-        settings = thread.settings
+        settings, leave = thread.settings, anyio.Event()
         return EventSourceResponse(
-            stage.events(), ping=settings.ping, sep="\n", send_timeout=settings.stalled
-        )
+            stage.events(leave), ping=settings.ping, sep="\n", send_timeout=settings.stalled,
+            shutdown_event=leave, shutdown_grace_period=1,
+        )  # fmt: skip
 
     return routes

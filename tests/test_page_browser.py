@@ -355,7 +355,7 @@ def test_the_key_reasoning_and_words_that_would_be_markup(
     assert isinstance(scripted.thread, ScriptedThread)
     scripted.thread.scripts.extend(map(script, (first, "§think»«response»Yes.§response»■")))
     answer = ask(page, max_tokens="600")
-    expect(answer.locator(".note")).to_contain_text("The key is missing or wrong.")
+    expect(answer.locator(".note")).to_contain_text("The server asks for its key. Give it below")
     expect(page.locator("#key")).to_be_focused()
     page.keyboard.type(KEY)
     page.keyboard.press("Enter")

@@ -230,6 +230,8 @@ function failed(turn, error) {
   turn.state = "wrong";
   turn.note = error instanceof Refused ? error.message : `This page failed: ${error.message}`;
   if (error.status === 401) {
+    turn.note = `${store.getItem("key") ? "The server does not take this key" : "The server asks for its key"}. ` +
+      "Give it below, then try again.";
     needKey(true);
     $("key").focus();
   }
