@@ -11,7 +11,7 @@ import threading
 import time
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -89,6 +89,7 @@ class Live:
         self._began: float | None = None  # when the sweep under way did
         self._sweeps, self._last = 0, 0.0
         self._watched = False
+        self._near = _near(engine)
         self._forget()
         engine.hooks.add(
             on_sweep=self._on_sweep, before_layer=self._before_layer, on_swept=self._on_swept,
@@ -124,6 +125,7 @@ class Live:
         self._passed = deque[tuple[float, float, float]](maxlen=MOST)  # layers: from, to, waited
         self._begin: tuple[float, float] | None = None  # the layer's under way, and waits till then
         self._others: dict[str, Counts] = {}
+        self._wanted = False  # newer ones of these
         self._samples = deque[tuple[float, dict[str, dict[str, Any]], int]]()
         self._asked = self._blank()
         self._drawn: dict[str, tuple[tuple[int, int], str]] = {}
@@ -172,18 +174,23 @@ class Live:
         """A layer has ended, or the sweep's begin before the first; another follows."""
         if not self._watched:
             return
-        waited, now = self._settle(), self._clock()
+        if self._wanted or not goes_on:
+            self._settle()
+        waited, now = self._waited(), self._clock()
         if self._begin is not None:
             begin, before = self._begin
             self._passed.append((begin, now, min(waited - before, now - begin)))
         self._begin = (now, waited) if goes_on else None
 
-    def _settle(self) -> float:
-        """Keep the counts of what no lock protects, between two layers, where they agree.  Returns
-        the seconds that sweeps have waited for pages so far."""
+    def _settle(self) -> None:
+        """Keep the counts of what no lock protects, between two layers, where they agree."""
         counts = self._engine.counts()
         self._others = {kind: own for kind, own in counts.items() if not kind.startswith("experts")}
-        return _waited(counts)
+        self._wanted = False
+
+    def _waited(self) -> float:
+        """Seconds that sweeps have waited for pages so far."""
+        return sum(counts.wait_seconds for counts in self._near)
 
     # ---- what is told ----
 
@@ -215,6 +222,7 @@ class Live:
         seen = {tier: store.seen() for tier, store in self._stores()}
         tiers = {_kind("experts", tier): asdict(counts) for tier, (counts, _) in seen.items()}
         tiers |= {kind: asdict(counts) for kind, counts in self._others.items()}
+        self._wanted = True
         read = self._engine.disk.counts.bytes
         asked, self._asked = self._asked, self._blank()
         with self._lock:
@@ -284,7 +292,7 @@ class Live:
         edges = end - np.arange(round(SPAN / BIN), -1, -1) * BIN
         passed = list(self._passed)
         if (begin := self._begin) is not None:
-            waited = min(_waited(self._engine.counts()) - begin[1], now - begin[0])
+            waited = min(self._waited() - begin[1], now - begin[0])
             passed.append((begin[0], now, waited))
         found = {
             "asked_for": self._asked_for.stretches(now), "ahead": self._ahead.stretches(now),
@@ -297,12 +305,18 @@ class Live:
         return {"end": round(float(end), 3), "bin": BIN, **whole}
 
 
-def _waited(counts: Mapping[str, Counts]) -> float:
-    """Of each kind by the nearest tier: what a device is asked for it asks RAM for beside it."""
-    nearest: dict[str, float] = {}
-    for kind, own in counts.items():  # a device comes after RAM
-        nearest[kind.removesuffix(DEVICE)] = own.wait_seconds
-    return sum(nearest.values())
+def _near(engine: Engine) -> list[Counts]:
+    """Of each kind those of the nearest tier: a device waits for what it asks RAM for beside."""
+    store, there, weights = engine.store, engine.accelerator, engine.weights
+    if there is not None and there.store is not None:
+        store = there.store
+    trunk = weights if there is None else there.trunk
+    return [
+        trunk.counts,
+        trunk.head_counts,
+        weights.embed_counts,
+        *([store.counts] if store else []),
+    ]
 
 
 def _kind(kind: str, tier: str) -> str:
