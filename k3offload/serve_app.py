@@ -22,8 +22,9 @@ from .serve_errors import Answer, UnknownModel
 from .serve_guard import Guard
 from .serve_job import Ask, ServerStopped
 from .serve_metrics import Metrics
-from .serve_schema import ChatRequest, CompletionRequest, ErrorBody, Health, ModelCard, ModelList
+from .serve_schema import ChatRequest, CompletionRequest
 from .serve_settings import Settings
+from .serve_shapes import ChatCompletion, Completion, ErrorBody, Health, ModelCard, ModelList
 from .serve_stream import Listener, Stream, Writer, whole
 
 _WRONG: dict[int | str, dict[str, Any]] = {
@@ -39,10 +40,10 @@ _WRONG: dict[int | str, dict[str, Any]] = {
         (503, "The server ends, or has no room"),
     )
 }
-_WHOLE_OR_STREAM: dict[int | str, dict[str, Any]] = {
+_ANSWERS: dict[int | str, dict[str, Any]] = _WRONG | {
     200: {
         "description": "The answer: one object, or a stream of events where that is asked for",
-        "content": {"application/json": {}, "text/event-stream": {}},
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }
 
@@ -82,7 +83,7 @@ def _add_answers(app: FastAPI, thread: EngineThread, served: Served) -> None:
             return Stream(listener, writer, settings.ping, settings.stalled)
         return await whole(request, listener, writer)
 
-    @app.post("/v1/chat/completions", responses=_WHOLE_OR_STREAM | _WRONG, response_class=Answer)
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_ANSWERS)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """An answer to a conversation."""
         if isinstance(encoder, UsageError):
@@ -91,7 +92,7 @@ def _add_answers(app: FastAPI, thread: EngineThread, served: Served) -> None:
         ask = await run_in_threadpool(serve_chat.ask, served, encoder, body)
         return await answered(request, ask, serve_chat.ChatWriter(served, ask, body), body.stream)
 
-    @app.post("/v1/completions", responses=_WHOLE_OR_STREAM | _WRONG, response_class=Answer)
+    @app.post("/v1/completions", response_model=Completion, responses=_ANSWERS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """How a text goes on."""
         thread.check_room()

@@ -55,7 +55,8 @@ class Script:
 
     def mask(self, logits: Row) -> Row:
         masked: Row = np.full_like(logits, -np.inf)
-        masked[self._tokens[0]] = 0.0
+        if self._tokens:  # else none may come, which fails the answer
+            masked[self._tokens[0]] = 0.0
         return masked
 
     def accept(self, token: int) -> None:

@@ -50,7 +50,7 @@ GROUPS = {
     "report_tiers report_trace run_batch run_chat run_generate run_logits run_ray run_ray_worker "
     "run_serve serve_app serve_ask serve_chat serve_completions serve_engine serve_errors "
     "serve_guard serve_guide serve_inbox serve_job serve_live serve_metrics serve_schema "
-    "serve_settings serve_stream",
+    "serve_settings serve_shapes serve_stream",
     "cli": "cli cli_batch cli_batch_run cli_bench cli_chat cli_compare cli_cost cli_damage "
     "cli_evaluate cli_kernels cli_model cli_open cli_operators cli_options cli_pack cli_plan "
     "cli_report cli_routing cli_run cli_serve cli_trace",

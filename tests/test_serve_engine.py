@@ -352,14 +352,16 @@ def test_prompts_that_grow_reuse_what_ends_at_a_chunk() -> None:
         for more in (0, 1, 2)
     ]
     with load("nano", sessions=1, context=512) as fresh, running(fresh) as thread:
-        cold = {length: Heard(thread, asked(fresh, text[:length])).texts() for length in lengths}
+        cold = {
+            length: Heard(thread, asked(fresh, text[:length], most=3)).texts() for length in lengths
+        }
     with load("nano", sessions=1, context=512, prefix_cache="4M") as engine:
         assert engine.prefixes is not None
         for base, one, two in zip(lengths[::3], lengths[1::3], lengths[2::3], strict=True):
             engine.prefixes.clear()
             with running(engine) as thread:
                 for before, length in pairwise((0, base, one, two)):
-                    heard = Heard(thread, asked(engine, text[:length]))
+                    heard = Heard(thread, asked(engine, text[:length], most=3))
                     texts, ended = heard.all()
                     assert texts == cold[length] and isinstance(ended, Ended)
                     assert ended.reused == min(before, length - 1) // KDA_CHUNK * KDA_CHUNK
