@@ -97,22 +97,26 @@ class _Stage:
             if not self.ears and self._ticker is not None:
                 self._ticker.cancel()
                 self._ticker = None
+                self._thread.call(self._turn)
 
     async def _tick(self) -> None:
         try:
-            await asyncio.wrap_future(self._thread.call(self._start))
+            await asyncio.wrap_future(self._thread.call(self._turn))
             while self._thread.alive:
                 self._tell(json.dumps({**self._live.facts(), "requests": self._requests()}))
                 await asyncio.sleep(EVERY)
         except ServerStopped:
             pass
         finally:
-            self._live.stop()
-            self._tell(None)
+            if self._ticker is asyncio.current_task():  # it was not called off
+                self._tell(None)
 
-    def _start(self) -> None:
-        """Between two layers, which may be seconds later: whoever asked for it may have gone."""
-        if self.ears:
+    def _turn(self) -> None:
+        """Collect, or do not any more: in the engine's thread, between two layers, which may be
+        seconds later.  By then somebody else may listen, or nobody."""
+        if not self.ears:
+            self._live.stop()
+        elif not self._live.watched:
             self._live.start()
 
     def _tell(self, event: str | None) -> None:
