@@ -84,6 +84,7 @@ def serve(how: How, place: Place, limits: Limits, model: Model) -> None:
         model=place.name or (model if model == "nano" else folder.resolve().name),
         key=place.api_key,
         origins=tuple(place.cors or ()),
+        hosts=OURS if place.host in OURS and place.api_key is None else (),
         max_new_tokens=limits.max_new_tokens,
         queue=limits.queue,
         body=parse_size(limits.body_limit),

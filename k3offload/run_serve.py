@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import FrameType
@@ -65,7 +66,8 @@ def run(
     thread = EngineThread(engine, settings)
     app = create_app(thread, settings, version)
     app.router.lifespan_context = _lifespan(thread)
-    server = uvicorn.Server(
+    server = _Server(
+        thread,
         uvicorn.Config(
             app,
             log_level="warning",
@@ -74,7 +76,7 @@ def run(
             proxy_headers=False,
             limit_concurrency=CONNECTIONS,
             timeout_graceful_shutdown=GRACE,
-        )
+        ),
     )
 
     def dies() -> None:
@@ -92,10 +94,23 @@ def run(
     finally:
         thread.close()
     if thread.failure is not None:
+        say("".join(traceback.format_exception(thread.failure)).rstrip())
         raise K3Error(
             f"The engine has failed: {type(thread.failure).__name__}: {thread.failure}.",
             "Start it again.",
         ) from thread.failure
+
+
+class _Server(uvicorn.Server):
+    """Ends what the engine is at before it waits for clients to take their answers."""
+
+    def __init__(self, thread: EngineThread, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._thread = thread
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._thread.close(0)
+        await super().shutdown(sockets)
 
 
 def _lifespan(

@@ -65,10 +65,10 @@ class Progress(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Since the start; ``seconds`` in sweeps."""
+    """Since the start."""
 
     sweeps: int = 0
-    seconds: float = 0.0
+    sweep_seconds: float = 0.0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     new_tokens: int = 0
@@ -196,8 +196,12 @@ class EngineThread:
 
     def _tell(self, event: str) -> None:
         for watcher in self._watchers:
-            with suppress(RuntimeError):  # the loop of one that has gone
+            try:
                 watcher(event)
+            except Exception as error:  # no answer depends on it
+                self._watchers = [w for w in self._watchers if w is not watcher]
+                if not isinstance(error, RuntimeError):  # the loop of one that has gone
+                    self.engine.warn(f"Somebody no longer watches: {error!r}")
 
     def _say(self, job: Job, update: Update) -> None:
         if not job.cancelled:
@@ -335,7 +339,7 @@ class EngineThread:
         if self.progress.busy:
             taken = time.monotonic() - self.progress.begun
             self.progress = self.progress._replace(busy=False)
-            self._count(sweeps=1, seconds=taken)
+            self._count(sweeps=1, sweep_seconds=taken)
         self._reap()
         self._tell("sweep")
 

@@ -16,6 +16,7 @@ from .errors import DoesNotFit, K3Error, TokenizerError, TooLong, UsageError
 from .serve_job import Busy, ServerStopped
 
 _FIELD = re.compile(r"[a-z_][\w.\[\]]*(?=[ :])")
+_KINDS: Final = ("str", "int", "dict")
 _SHOWN: Final = 2000  #: characters of a message
 
 
@@ -83,9 +84,12 @@ def refused(
 
 
 def field_name(place: tuple[Any, ...]) -> str:
-    """``("body", "messages", 0)`` -> ``messages[0]``."""
+    """``("body", "messages", 0)`` -> ``messages[0]``; of a field that may be of two kinds, its name
+    without what is wrong with either."""
     text = ""
     for part in place[1:]:
+        if isinstance(part, str) and text and (part in _KINDS or not part.isidentifier()):
+            break
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 

@@ -23,7 +23,7 @@ _TIER = (
 )
 _TOTALS = {
     "sweeps": "Passes over all layers",
-    "seconds": "Seconds in sweeps",
+    "sweep_seconds": "Seconds in sweeps",
     "prompt_tokens": "Prompt tokens of requests that have ended well",
     "reused_tokens": "Of these, taken from a kept prefix",
     "new_tokens": "Tokens sampled",

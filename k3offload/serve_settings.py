@@ -14,6 +14,8 @@ class Settings:
     model: the name that requests call the model by.
     key: what every request must bring; None lets everybody in.
     origins: of pages that browsers may let talk to the server.
+    hosts: names that requests may call the server by, so that no page can give it a name of its
+    own; any, if there are none.
     max_new_tokens: of an answer, where a request says nothing.
     queue: requests that wait for a place, at most.
     body, body_seconds: size of a request, and the time it may take to arrive.
@@ -26,6 +28,7 @@ class Settings:
     model: str
     key: str | None = None
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     max_new_tokens: int = 2048
     queue: int = 64
     body: int = 16 * 2**20

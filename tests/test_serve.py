@@ -161,6 +161,23 @@ def test_no_step_more_than_a_stop_string_needs(scripted: Server) -> None:
     assert usage["completion_tokens"] == needed
 
 
+@pytest.mark.parametrize("end", [END, BASE + 1])
+def test_every_end_token_ends_an_answer_and_is_no_part_of_it(scripted: Server, end: int) -> None:
+    text = script("§think»«response»Yes")
+    scripted.script([*text, end, *text], 2)
+    whole = scripted.chat(max_tokens=100).json()
+    assert taken_apart(whole)["content"] == "Yes" and whole["usage"]["completion_tokens"] == len(
+        text
+    )
+    assert taken_apart(whole)["finish_reason"] == "stop"
+    assert put_together(scripted.stream(max_tokens=100)) == taken_apart(whole)
+    scripted.script([65, end, 66], 2)
+    for more, told in (({}, ("A", "stop", 1)), ({"ignore_eos": True}, ("AB", "length", 3))):
+        done = scripted.complete("x", max_tokens=3, **more).json()
+        one = done["choices"][0]
+        assert (one["text"], one["finish_reason"], done["usage"]["completion_tokens"]) == told
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_writers_say_the_same_for_every_split(engine: Engine, name: str) -> None:
     text, reasoning, content, calls, reason = SCRIPTS[name]

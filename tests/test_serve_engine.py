@@ -277,22 +277,25 @@ def test_an_expert_that_is_lost_fails_who_needs_it(monkeypatch: pytest.MonkeyPat
             assert Heard(thread, asked(engine, TEXTS[1])).texts() == alone()[1]
 
 
-def test_an_error_that_nobody_knows_ends_it_and_everybody_hears(shared: Engine) -> None:
-    with Server(shared) as server:
+def test_an_error_that_nobody_knows_ends_it_and_everybody_hears(
+    shared: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Server(shared) as server, monkeypatch.context() as patched:
         thread, died = server.thread, threading.Event()
         thread.on_death = died.set
         assert server.client.get("/health").json()["status"] == "ok"
 
-        def breaks(event: str) -> None:
+        def breaks(sessions: Sequence[Any]) -> None:
             raise ZeroDivisionError("made to fail")
 
-        thread.call(lambda: None).result(20)
+        gate = threading.Event()
+        thread.call(lambda: gate.wait(20))
         heard = [Heard(thread, ask) for ask in wanted(shared)]
-        call = thread.call(lambda: thread.watch(breaks))
+        patched.setattr(shared, "sweep", breaks)
+        gate.set()
         for one in heard:
             assert isinstance(one.all()[1], ServerStopped)
         assert died.wait(20) and isinstance(thread.failure, ZeroDivisionError)
-        call.result(20)
         with pytest.raises(ServerStopped, match="made to fail"):
             thread.call(lambda: None).result(20)
         answer = server.client.get("/health")
@@ -310,6 +313,18 @@ def test_an_engine_that_does_not_answer_is_not_healthy(shared: Engine) -> None:
         assert server.client.get("/health").status_code == 503
         gate.set()
         assert server.client.get("/health").status_code == 200
+
+
+def test_who_watches_and_fails_only_watches_no_more(thread: EngineThread) -> None:
+    seen: list[str] = []
+
+    def breaks(event: str) -> None:
+        seen.append(event)
+        raise ZeroDivisionError("made to fail")
+
+    thread.watch(breaks)
+    assert Heard(thread, asked(thread.engine, TEXTS[1])).texts() == alone()[1]
+    assert len(seen) == 1 and thread.alive
 
 
 def test_a_call_that_fails_is_the_callers_alone(thread: EngineThread) -> None:

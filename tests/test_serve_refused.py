@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -251,6 +252,21 @@ def test_bodies_have_a_size_and_a_time(server: Server) -> None:
         assert time.monotonic() - begin < 5
 
 
+def test_all_bodies_together_have_a_size(server: Server) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {BODY}\r\n\r\n".encode()
+    with ExitStack() as leave:
+        there = ("127.0.0.1", server.port)
+        socks = [leave.enter_context(socket.create_connection(there)) for _ in range(9)]
+        for sock in socks:
+            sock.sendall(head + b" " * (BODY - 1))
+        answers = [sock.recv(1000)[9:12] for sock in socks]  # the others come to no end
+        assert b"429" in answers and set(answers) <= {b"429", b"408"}
+        assert server.client.get("/health").status_code == 200
+    until = time.monotonic() + 10
+    while server.complete("a", max_tokens=1).status_code != 200:
+        assert time.monotonic() < until
+
+
 def test_only_json_is_taken_so_that_no_page_can_ask_unasked(server: Server) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         error(server.client.post(
@@ -260,6 +276,15 @@ def test_only_json_is_taken_so_that_no_page_can_ask_unasked(server: Server) -> N
     answer = server.client.options("/v1/completions", headers=asked)
     assert "access-control-allow-origin" not in answer.headers
     error(answer, 405)
+
+
+def test_a_server_of_this_machine_has_no_other_name(engine: Engine) -> None:
+    with Server(engine, hosts=("127.0.0.1", "localhost", "::1")) as server:
+        for name in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
+            told = server.client.get("/v1/models", headers={"Host": name})
+            assert error(told, 421)["code"] == "wrong_host"
+        for name in ("localhost", f"127.0.0.1:{server.port}", "LOCALHOST:1", "[::1]:8000"):
+            assert server.client.get("/v1/models", headers={"Host": name}).status_code == 200
 
 
 def test_keys_and_pages_that_may_ask(engine: Engine) -> None:

@@ -43,13 +43,16 @@ def test_no_request_breaks_it(server: Server) -> None:
         for mode in GenerationMode:
 
             @given(operation.as_strategy(generation_mode=mode))
-            @settings(max_examples=20, suppress_health_check=list(HealthCheck))
+            @settings(
+                max_examples=12 if operation.method == "post" else 3,
+                suppress_health_check=list(HealthCheck),
+            )
             def check(case: Any) -> None:
                 case.call_and_validate(checks=CHECKS)
 
             with suppress(Unsatisfiable):  # nothing can be wrong with a path that takes nothing
                 check()
-    assert server.thread.alive and server.thread.totals.finished > 5
+    assert server.thread.alive and server.thread.totals.finished > 0
     assert server.thread.totals.failed == 0
 
 
