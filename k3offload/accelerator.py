@@ -79,6 +79,7 @@ class Accelerator:
         self.plan: Plan
         self.trunk: DeviceTrunk
         self.store: ExpertStore | None = None
+        self.tier: DeviceTier | None = None  #: below that store
         self.adaptive: Adaptive | None = None
         self.latents: DeviceSpill | None = None  #: where not all latents have room there
         self._spill: Spill[torch.Tensor] | None = None  # where they go then, and the CPU's
@@ -165,6 +166,7 @@ class Accelerator:
             return
         self._lock([slots])
         tier = DeviceTier(host, disk, self.device, weights.device_pieces)
+        self.tier = tier
         self._ends.callback(tier.close)
         size, count = self.plan.slot_bytes, self.plan.slots
         memory = self.device.allocate(size * count).view(count, size)
@@ -241,5 +243,5 @@ class Accelerator:
         with ExitStack() as last:
             last.callback(self.device.close)
             last.callback(self._ends.close)
-            for name in ("store", "adaptive", "latents", "trunk", "kernels"):
+            for name in ("store", "tier", "adaptive", "latents", "trunk", "kernels"):
                 self.__dict__.pop(name, None)  # and with them the device's memory

@@ -77,6 +77,25 @@ class Encoder:
         )
         return [token for segment in segments for token in self.tokens(segment)]
 
+    def opening(self, messages: Any, *, tools: Any, thinking: bool, effort: str | None) -> int:
+        """How many tokens of the prompt come before the first message that is not the system's:
+        declarations and instructions, which an application's prompts have in common."""
+        conversation = read_messages(messages)
+        count = next((i for i, m in enumerate(conversation) if m.role != "system"), None)
+        made = self._beginning(read_tools(tools), effort if thinking else None)
+        for message in conversation[:count]:
+            made += self._message(message, thinking)
+        return sum(len(self.tokens(segment)) for segment in made)
+
+    def _beginning(self, declared: Any, effort: str | None) -> list[Segment]:
+        """What a model is told before all messages."""
+        made: list[Segment] = []
+        if declared:
+            made += self._system(bodies.TOOLS, "tools", as_json(declared, "tools"))
+        if effort is not None:
+            made += self._system(bodies.EFFORT, "effort", _effort(effort))
+        return made
+
     def segments(
         self,
         messages: Any,
@@ -91,11 +110,7 @@ class Encoder:
         """What ``encode`` encodes, piece by piece."""
         conversation, declared = read_messages(messages), read_tools(tools)
         any_tools = bool(declared) or any(message.tools for message in conversation)
-        made: list[Segment] = []
-        if declared:
-            made += self._system(bodies.TOOLS, "tools", as_json(declared, "tools"))
-        if thinking and effort is not None:
-            made += self._system(bodies.EFFORT, "effort", _effort(effort))
+        made = self._beginning(declared, effort if thinking else None)
         for message in conversation:
             made += self._message(message, thinking)
         made += self._choice(tool_choice, any_tools)

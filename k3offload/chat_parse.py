@@ -206,6 +206,12 @@ class Parser:
         self._out: list[Event] = []
         self.done = False
 
+    @property
+    def element(self) -> str:
+        """Where text goes to now: ``think``, ``response``, an element of a call; empty between
+        elements, and while a tag is under way."""
+        return self._element if self._tag is None else ""
+
     def feed(self, ids: Iterable[int]) -> list[Event]:
         """What becomes known by the next tokens.  Raises ``TokenizerError`` for an id outside the
         vocabulary."""

@@ -26,6 +26,7 @@ from . import (
     cli_plan,
     cli_report,
     cli_run,
+    cli_serve,
     cli_trace,
 )
 from .errors import K3Error, UsageError
@@ -43,6 +44,7 @@ app = typer.Typer(
 for commands in (
     cli_run,
     cli_chat,
+    cli_serve,
     cli_batch,
     cli_model,
     cli_pack,

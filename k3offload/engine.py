@@ -178,7 +178,6 @@ class Engine:
         below, options = None, self.options
         if options.prefix_dir is not None:
             below = PrefixFolder(self, options.prefix_dir, options.prefix_disk or PREFIX_DISK)
-
         if not size:
             return None
         return Prefixes(size, lambda ledger: self._empty(ledger, True), below, options.keeps_ends)
@@ -338,7 +337,10 @@ class Engine:
             self.check_open()
             self.hooks.on_sweep(runs)
             hooks = replace(self.hooks, before_layer=before_layer, on_lost=on_lost)
-            self._model.sweep(runs, emit, hooks)
+            try:
+                self._model.sweep(runs, emit, hooks)
+            finally:
+                self.hooks.on_swept()
 
     # ---- accounts ----
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from .constrain import constraint
 from .errors import K3Error, SessionError, UsageError
-from .sampling import Sampler, Sampling
+from .sampling import Row, Sampler, Sampling
 from .session import Session
 from .textstream import TextStream
 
@@ -56,18 +56,29 @@ class Done(Event):
     reused: int = 0
 
 
+class Guide(Protocol):
+    """What says which tokens may come next in one answer, as ``ConstraintState`` does."""
+
+    def mask(self, logits: Row) -> Row: ...
+    def accept(self, token: int) -> None: ...
+    @property
+    def finished(self) -> bool: ...
+
+
 @dataclass
 class Request:
     """Generate up to ``max_new_tokens`` tokens after the tokens of ``session``.
 
     ``made``: the last tokens of the session that are of this answer already; settings, seed and
-    number count as if it had never been interrupted.
+    number count as if it had never been interrupted.  ``guide``: of this answer, in place of a
+    grammar.
     """
 
     session: Session
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
     made: tuple[int, ...] = ()
+    guide: Guide | None = None
 
 
 class _Active:
@@ -87,7 +98,9 @@ class _Active:
         self.text = TextStream(engine.tokenizer, request.sampling.stop)
         self.ends = frozenset() if request.sampling.ignore_end else engine.tokenizer.end_ids
         grammar = request.sampling.grammar
-        self.state = None if grammar is None else constraint(engine.tokenizer, grammar).start()
+        self.state = request.guide
+        if grammar is not None:
+            self.state = constraint(engine.tokenizer, grammar).start()
         self.begin = self.session.position
         self.prompt = len(self.session.waiting())
         self.made = len(request.made)

@@ -27,13 +27,15 @@ OnMix = Callable[[int, int, Sequence[torch.Tensor], torch.Tensor, torch.Tensor, 
 @dataclass
 class Hooks:
     """What may watch or stop a sweep: ``before_layer(l)`` may raise, ``on_sweep`` sees the runs,
-    ``on_route`` routing, ``on_ahead`` what the next layer's pages are guessed from, and ``on_mix``,
-    if there is one, what the residual attention of each sublayer mixes.  ``on_lost`` is told of a
-    page that could not be read, and raises what ends the sweep if nothing can.  ``wants``: of
-    ``router`` and ``latent``, what ``on_ahead`` is to see, asked for by a predictor or not."""
+    ``on_swept`` that their sweep has ended, well or not, ``on_route`` routing, ``on_ahead`` what
+    the next layer's pages are guessed from, and ``on_mix``, if there is one, what the residual
+    attention of each sublayer mixes.  ``on_lost`` is told of a page that could not be read, and
+    raises what ends the sweep if nothing can.  ``wants``: of ``router`` and ``latent``, what
+    ``on_ahead`` is to see, asked for by a predictor or not."""
 
     before_layer: Callable[[int], None] = lambda layer: None
     on_sweep: Callable[[Sequence[Run]], None] = lambda runs: None
+    on_swept: Callable[[], None] = lambda: None
     on_route: OnRoute = lambda layer, group, experts, weights, scores: None
     on_ahead: OnAhead = lambda layer, next_layer, scores, latent: None
     on_mix: OnMix | None = None

@@ -1,10 +1,11 @@
 """Snapshots that sessions of an engine share, found by the tokens they begin with.
 
 Two prompts with the same beginning need it computed once.  A snapshot is kept at the last multiple
-of the KDA chunk of every prompt, and where a prompt leaves another that is known; both are taken
-while the sweep passes them, so that nothing is computed for them.  Only what was prefilled as from
-nothing is kept and used, hence the bits are those of a run without all this; and the last token of
-a prompt is always computed.  The least recently used snapshot makes room.
+of the KDA chunk of every prompt, where a prompt leaves another that is known, and where its session
+says that others will leave it; all are taken while the sweep passes them, so that nothing is
+computed for them.  Only what was prefilled as from nothing is kept and used, hence the bits are
+those of a run without all this; and the last token of a prompt is always computed.  The least
+recently used snapshot makes room.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Prefixes:
         if not session.cold:
             return
         tokens, state = _key(session.tokens), session.state
-        for position in self._wanted(tokens):
+        for position in self._wanted(tokens, session.leaves):
             key = tokens[: 4 * position]
             passed = state.position < position <= state.position + count
             if passed and key not in self._kept and self._fits(state, position):
@@ -106,15 +107,17 @@ class Prefixes:
         if self._below:
             self._below.store(key, snapshot)
 
-    def _wanted(self, tokens: bytes) -> list[int]:
+    def _wanted(self, tokens: bytes, others: Sequence[int]) -> list[int]:
         """Positions, in order: the end of the prompt, the last one from which the same prompt has a
-        token to compute, and where it leaves the known one most like it."""
+        token to compute, where it leaves the known one most like it, and where ``others`` are
+        expected to leave it."""
         if not self._ends:
             return [len(self._asked) // 4] if tokens.startswith(self._asked) else []
         length = len(tokens) // 4
         known = [*self._kept, *(self._below.keys() if self._below else ())]
         leaves = max((common(tokens, key) for key in known), default=0)
-        ends = {end // KDA_CHUNK * KDA_CHUNK for end in (length, length - 1, leaves)}
+        expected = [min(other, length) for other in others]
+        ends = {end // KDA_CHUNK * KDA_CHUNK for end in (length, length - 1, leaves, *expected)}
         return sorted(ends - {0})
 
     def _room(self, make: Callable[[], SequenceState]) -> SequenceState | None:

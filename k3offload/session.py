@@ -75,6 +75,9 @@ class Session:
         #: who wants the logits of every token that is computed, [n, vocab], in order; such a
         #: session neither uses nor leaves snapshots that others share
         self.on_rows: Callable[[torch.Tensor], None] | None = None
+        #: places where other prompts are likely to go on in another way: snapshots that sessions
+        #: share are taken there, too
+        self.leaves: tuple[int, ...] = ()
         self.reused = 0  #: tokens that were taken from a snapshot when it last began or went back
 
     # ---- what it holds ----

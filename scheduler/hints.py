@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ..tiers.base import PageId
 
+Experts = npt.NDArray[np.integer[Any]]  #: [rows, k]
 Codes = npt.NDArray[np.uint8]  #: [rows, E], router scores as ``quantise`` gives them
 Kind = tuple[int, ...]  #: what kind of guess: layer, rank, how it was made
 Guess = tuple[PageId, float]  #: a page and how likely it is asked for, 0 to 1

@@ -86,6 +86,14 @@ class Remaining:
             total += each * (good - len(new))
         return total
 
+    def sweep(self, decoding: int, prompts: int) -> float | None:
+        """Seconds of a sweep of so many rows that decode and rows of prompts; None before one was
+        measured."""
+        if not any(self._kinds):
+            return None
+        each, a_decode, a_prompt = self._price()
+        return each + decoding * a_decode + prompts * a_prompt
+
     def _price(self) -> tuple[float, float, float]:
         """Seconds of a sweep, of a row that decodes, of a row of a prompt; none below 0.  Where the
         sweeps do not tell these apart, all have a part in it."""

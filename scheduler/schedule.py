@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..errors import UsageError
 from ..registry import chosen, is_file
 from ..tiers.base import PageId
-from .hints import Codes, Hints, Predictor, nearest, quantise, spread
+from .hints import Codes, Experts, Hints, Predictor, nearest, quantise, spread
 from .lease import Event
 from .store import ExpertStore
 from .trial import Trial
@@ -24,7 +24,6 @@ from .trial import Trial
 #: so many rows of a crowd that would choose an expert by now make it certain that one will
 SURE = 8
 Floats = npt.NDArray[np.float32]
-Experts = npt.NDArray[np.integer[Any]]
 
 
 def predictor_named(name: str) -> tuple[Any, str | None]:

@@ -18,12 +18,10 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Sequence,
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ..errors import SlotsExhausted
 from ..tiers.base import CachePolicy, Cancelled, PageId, Priority, Ticket, Tier
 from .counts import Counts
+from .hints import Codes, Experts
 from .lease import NO_PAGE, Event, Lease, Lost, Watch, victim
 
 MOST = 16  #: pages that a lease hands out at once
@@ -50,8 +48,7 @@ class ExpertStore:
     ) -> None:
         if not slots:
             raise SlotsExhausted("An expert store needs at least one slot and got none.")
-        self.name = "ram"
-        self.counts = Counts()
+        self.name, self.counts = "ram", Counts()
         quarter = min(len(slots) // 4, PREFETCH_ROOM)
         self.prefetch_room = quarter if prefetch_room is None else prefetch_room
         self._tier, self._slots, self._policy = tier, slots, policy
@@ -90,15 +87,18 @@ class ExpertStore:
         with self._change:
             return page not in self._slot
 
+    def seen(self) -> tuple[Counts, Set[PageId]]:
+        """The counts, and the pages that are here, of one moment."""
+        with self._change:
+            return self.counts.copy(), self._slot.keys() - self._loading.keys()
+
     def hasten(self, page: PageId) -> None:
         """Somebody waits for ``page``, perhaps on its way as a guess."""
         with self._change:
             if page in self._loading:
                 self._loading[page].raise_to(Priority.DEMAND)
 
-    def note(
-        self, layer: int, experts: npt.NDArray[np.integer[Any]], scores: npt.NDArray[np.uint8]
-    ) -> None:
+    def note(self, layer: int, experts: Experts, scores: Codes) -> None:
         """Pass on to the policy what the router said about one row."""
         with self._change:
             self._policy.note(layer, experts, scores)

@@ -49,12 +49,14 @@ GROUPS = {
     "command": "batch_meter bench_batch bench_decode bench_engine bench_kernels bench_policies "
     "bench_predictors bench_prefill bench_replay bench_routing damage evaluate_append "
     "evaluate_cost evaluate_operators evaluate_operators_cases evaluate_recall evaluate_routing "
-    "report_results report_routing report_tiers report_trace run_batch run_chat run_generate "
-    "run_logits run_ray run_ray_worker",
+    "live report_results report_routing report_tiers report_trace run_batch run_chat run_generate "
+    "run_logits run_ray run_ray_worker run_serve serve_app serve_ask serve_chat serve_completions "
+    "serve_engine serve_errors serve_guard serve_guide serve_inbox serve_job serve_live "
+    "serve_metrics serve_schema serve_settings serve_shapes serve_stream",
     "cli": "cli cli_batch cli_batch_run cli_bench cli_bench_engine cli_bench_frame "
     "cli_bench_replay cli_chat cli_compare cli_cost cli_damage "
     "cli_evaluate cli_kernels cli_model cli_open cli_operators cli_options cli_pack cli_plan "
-    "cli_replay cli_report cli_routing cli_run cli_trace",
+    "cli_replay cli_report cli_routing cli_run cli_serve cli_trace",
     "root": "__init__ __main__",
 }
 #: What a group may import of the package, besides itself.  Leaves are open to all.

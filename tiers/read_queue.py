@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 from .base import Cancelled, Priority, Ticket
 
+#: told under the queue's lock that a piece of this priority begins (1), or has ended (-1)
+Watch = Callable[[Priority | None, int], None]
+
 
 class Piece(NamedTuple):
     """A part of a request: ``run`` moves ``size`` bytes of ``drive``, ``useful`` of them asked."""
@@ -81,6 +84,7 @@ class ReadQueue:
         self._drives: dict[Hashable, _Drive] = {}
         self._requests = 0
         self._closed = False
+        self.watch: Watch | None = None
 
     def submit(
         self,
@@ -162,6 +166,9 @@ class ReadQueue:
                     if self._closed:
                         return
                     drive.change.wait()
+                watch = self.watch  # who hears of a begin hears of its end
+                if watch is not None:
+                    watch(entry.priority, 1)
             error: BaseException | None = None
             try:
                 entry.piece.run()
@@ -169,13 +176,15 @@ class ReadQueue:
                 error = caught
             with self._lock:
                 drive.in_flight -= entry.piece.size
+                if watch is not None:
+                    watch(entry.priority, -1)
                 if drive.heap:
                     drive.change.notify()  # another reader may have waited for the bound
             if error is None:
                 entry.request.finish(None, entry.piece.useful)
             else:  # a request of which one piece failed needs its other pieces no more
                 entry.request.finish(error, parts=1 + self.drop(entry.request))
-            del entry, error  # an idle reader keeps no buffer alive
+            del entry, error, watch  # an idle reader keeps no buffer alive
 
     def _take(self, drive: _Drive) -> _Entry | None:
         """The most urgent piece, if the bound on bytes in flight allows it."""

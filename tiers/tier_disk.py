@@ -25,7 +25,7 @@ from typing import Any
 from ..config import READ_ALIGN, align_up
 from ..errors import ReadError
 from .base import Buffer, Location, PageId, Priority, Ticket
-from .read_queue import Piece, ReadQueue
+from .read_queue import Piece, ReadQueue, Watch
 from .tier_ram import HUGE, Slab
 
 STAGING = HUGE - READ_ALIGN  #: bytes read through a staging buffer, one huge page, at once
@@ -103,6 +103,10 @@ class DiskTier:
         self.counts = DiskCounts()
 
     # ---- what callers use ----
+
+    def watch(self, heard: Watch | None) -> None:
+        """Let ``heard`` be told of every piece that is read from now on; None: nobody."""
+        self._queue.watch = heard
 
     def order(self, page: PageId) -> Any:
         return self._locate(page)[0]
