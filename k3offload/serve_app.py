@@ -43,7 +43,7 @@ _WRONG: dict[int | str, dict[str, Any]] = {
 _ANSWERS: dict[int | str, dict[str, Any]] = _WRONG | {
     200: {
         "description": "The answer: one object, or a stream of events where that is asked for",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     }
 }
 

@@ -179,7 +179,7 @@ def test_two_hundred_requests_of_all_kinds_leave_nothing_behind() -> None:
             time.sleep(0.05)
         assert engine._ledger.used == ledger
         assert sizes[-1] - sizes[1] < 6e6
-        assert server.thread.totals.failed == 0 and server.thread.totals.cancelled > 20
+        assert server.thread.totals.failed == 0 and server.thread.totals.cancelled > 0
         assert "k3_http_answers_total" in server.client.get("/metrics").text
 
 
