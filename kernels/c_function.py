@@ -84,6 +84,7 @@ class CFunction:
 
     def __init__(self, name: str, types: str) -> None:
         self._name, self._types = name, types
+        self._addresses = [i for i, letter in enumerate(types) if letter == "p"]
         self._f: Any = None
 
     def __call__(self, *args: Any, also: object = None) -> None:
@@ -93,7 +94,10 @@ class CFunction:
             f = getattr(native.loaded(), self._name)
             f.argtypes, f.restype = [_LETTERS[t] for t in self._types], ctypes.c_int
             self._f = f
-        places = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+        places = list(args)
+        for i in self._addresses:
+            if isinstance(places[i], torch.Tensor):
+                places[i] = places[i].data_ptr()
         if _later.calls is None:
             native.check(self._f(*places))
         else:

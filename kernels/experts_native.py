@@ -17,6 +17,7 @@ from .c_function import CFunction, dense, dtype_of
 from .experts_reference import Job
 from .glu_reference import Activation
 from .linear_native import place_of
+from .linear_reference import Weight
 from .workers import Workers
 
 ACTIVATIONS = {"silu": 0, "situ": 1}  #: by number, see native/linear.h
@@ -49,10 +50,9 @@ def experts(
     row_at, out_at = rows.buffer_info()[0], out.data_ptr()
     row_bytes = width * x.element_size()
     for job in jobs:
-        inner, own = job.gate.shape[0], total if job.rows is None else len(job.rows)
-        assert job.gate.shape == job.up.shape == (inner, k) and job.down.shape == (width, inner)
-        places = (*place_of(job.gate), *place_of(job.up), *place_of(job.down))
-        fields.extend((0 if job.rows is None else row_at, own, *places, inner, width, out_at))
+        own = total if job.rows is None else len(job.rows)
+        places = _places(job, k, width)
+        fields.extend((0 if job.rows is None else row_at, own, *places, out_at))
         out_at += own * row_bytes
         row_at += 0 if job.rows is None else own * rows.itemsize
     _experts(
@@ -61,3 +61,16 @@ def experts(
         also=(fields, rows, out, jobs),
     )  # fmt: skip
     return out
+
+
+def _places(job: Job, k: int, width: int) -> tuple[int, ...]:
+    """Where the weights of ``job`` lie, the width between them and ``width``; remembered with them,
+    because a decode step asks for as many as it has experts."""
+    known: tuple[Weight, Weight, tuple[int, ...]] | None = vars(job.gate).get("native_expert")
+    if known is None or known[0] is not job.up or known[1] is not job.down:
+        inner = job.gate.shape[0]
+        assert job.gate.shape == job.up.shape == (inner, k) and job.down.shape == (width, inner)
+        places = (*place_of(job.gate), *place_of(job.up), *place_of(job.down), inner, width)
+        known = job.up, job.down, places
+        vars(job.gate)["native_expert"] = known
+    return known[2]
