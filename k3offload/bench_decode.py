@@ -40,6 +40,7 @@ from .loading import open_engine
 from .machine import default_threads
 from .options import PREDICT
 from .paths import show_path
+from .registry import short
 from .scheduler.schedule import predictor_named
 from .session import Session
 
@@ -117,7 +118,7 @@ def decode(
             with opened(predict=predictor, **given) as engine:
                 must_have_room(engine, share)
                 measure = partial(_streamed, engine, Clock(engine.kernels), steps, alone)
-                case = {**about, "cache": cache, "predictor": predictor}
+                case = {**about, "cache": cache, "predictor": short(predictor)}
                 frame.case(case, measure)
 
 

@@ -23,9 +23,10 @@ from .errors import UsageError
 from .find import find_model
 from .kernels.choose import Kernels
 from .measure import memory
+from .registry import short
 from .report import kernel_read_bytes
 from .scheduler.counts import Counts
-from .session_identity import identity_of
+from .session_identity import weights_of
 from .tiers.tier_disk import IN_FLIGHT
 from .tokenizer import Tokenizer
 
@@ -51,10 +52,10 @@ def tokens_of(tokenizer: Tokenizer, text: str | None, count: int, seed: int) -> 
 
 def about_model(checkpoint: Checkpoint, options: Mapping[str, Any]) -> dict[str, Any]:
     """Settings: which weights, and the options of loading that were given."""
-    found = {"model": identity_of(checkpoint, "", None, "")["tensors"][:12]}
+    found = {"model": weights_of(checkpoint)}
     for name, value in options.items():
         if name not in _NO_SETTINGS and value not in (None, False, {}, "auto"):
-            found[name] = str(value)
+            found[name] = short(str(value)) if name in ("policy", "predict") else str(value)
     return found
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from .config import parse_size
 from .errors import UsageError
@@ -23,9 +23,11 @@ from .machine import default_threads
 from .registry import chosen, names, short
 from .scheduler.belady import Belady
 from .scheduler.counts import Counts
+from .scheduler.hints import Predictor
 from .scheduler.replay import Cache, Leases, Requests, Step, replay
 from .scheduler.replay_tiers import Link, ModelTier
 from .scheduler.replay_timed import Pace, replay_timed
+from .scheduler.schedule import predictor_named
 from .tiers.base import PageId
 from .trace import Trace
 
@@ -94,12 +96,32 @@ def chosen_names(kind: str, given: Sequence[str] | None, all_of: bool) -> list[s
         return names("scheduler", kind) if all_of else [NOTHING]
     found = list(dict.fromkeys(given))
     for name in found:
-        chosen(kind, name)
+        predictor_named(name) if kind == "predict" else chosen(kind, name)
     if len({short(name) for name in found}) < len(found):
         raise UsageError(
             f"Two of {', '.join(found)} have the same name.", "Call one of the files otherwise."
         )
     return found
+
+
+def refuse_blind(trace: Trace, predictors: Sequence[str]) -> None:
+    """Raise ``UsageError`` where a predictor asks for what the trace does not hold."""
+    for name in predictors:
+        made, _ = predictor_named(name)
+        for asks, part in (("asks_router", "ahead"), ("asks_latent", "latent")):
+            if getattr(made, asks) and not any(n.startswith(part) for n in trace.more):
+                raise UsageError(
+                    f"The trace does not hold what the predictor {name} asks for.",
+                    f"Record it with --trace-with {part}, or leave the predictor out.",
+                )
+
+
+def predictor_of(name: str, trace: Trace) -> Predictor:
+    """A new one, for the layers of ``trace``."""
+    made, fit = predictor_named(name)
+    known = {} if fit is None else {"path": fit}
+    made = made(trace.layers.tolist(), trace.experts, trace.top_k, **known)
+    return cast(Predictor, made)
 
 
 class _Job(NamedTuple):
@@ -128,8 +150,10 @@ def compare(
 ) -> Iterator[dict[str, Any]]:
     """A line of figures for each capacity, predictor, policy and tier.
 
-    Large traces are replayed by processes of their own, as many as there are processors.
+    Large traces are replayed by processes of their own, as many as there are processors.  Raises
+    ``UsageError`` for a predictor that ``trace`` has nothing for.
     """
+    refuse_blind(trace, predictors)
     jobs = []
     for place in rooms:
         jobs.append(_Job(place))
@@ -222,7 +246,7 @@ def _play(
     else:
         disk, bus = speeds.links
         tier = ModelTier(size, disk) if low is None else ModelTier(size, bus, low, disk)
-        guess = chosen("predict", predictor)(trace.layers.tolist(), trace.experts, trace.top_k)
+        guess = predictor_of(predictor, trace)
         counts = replay_timed(
             run, make(slots), guess, slots, tier, guessed=trace.guessed, pace=speeds.pace
         )

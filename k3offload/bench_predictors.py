@@ -19,17 +19,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .bench_frame import Frame
-from .bench_policies import NOTHING, Room, Speeds
+from .bench_frame import Frame, must_be
+from .bench_policies import NOTHING, Room, Speeds, chosen_names, predictor_of, refuse_blind
 from .config import GROUP_ROWS
 from .errors import UsageError
-from .registry import implementation, names
+from .registry import chosen as chosen_class
+from .registry import names, short
 from .scheduler.counts import Counts
 from .scheduler.hints import Guess, Hints, Predictor
 from .scheduler.predict_latent import fit, save_fit
 from .scheduler.replay_tiers import Link, ModelTier
 from .scheduler.replay_timed import Pace, replay_timed
-from .scheduler.schedule import predictor_named
 from .tiers.base import PageId
 from .trace import Trace, read_trace
 
@@ -59,7 +59,7 @@ def predictors(
     about: dict[str, Any],
 ) -> None:
     """Lines of all capacities and predictors; repeat i has part i."""
-    refuse_blind(parts, chosen)
+    refuse_blind(parts[0], chosen)
     first = frame.often.seed
 
     def measure(room: Room, name: str, seed: int) -> dict[str, Any]:
@@ -67,28 +67,16 @@ def predictors(
 
     for room in rooms:
         for name in chosen:
-            case = {**about, "policy": policy, "capacity": room.text,
-                    "predictor": name.partition("=")[0]}  # fmt: skip
+            case = {**about, "policy": short(policy), "capacity": room.text,
+                    "predictor": short(name)}  # fmt: skip
             frame.case(case, partial(measure, room, name))
-
-
-def refuse_blind(parts: Sequence[Trace], chosen: Sequence[str]) -> None:
-    """Raise ``UsageError`` where a predictor asks for what the trace does not hold."""
-    for name in chosen:
-        made, _ = predictor_named(name)
-        for asks, part in (("asks_router", "ahead"), ("asks_latent", "latent")):
-            if getattr(made, asks) and not any(n.startswith(part) for n in parts[0].more):
-                raise UsageError(
-                    f"The trace does not hold what the predictor {name} asks for.",
-                    f"Record it with --trace-with {part}, or leave the predictor out.",
-                )
 
 
 def chosen_predictors(given: Sequence[str] | None, fit: str | None) -> list[str]:
     """Those that are ``given``, or all that can be made; ``fit``: the latent one with its file."""
     known = [name for name in names("scheduler", "predict") if name != NOTHING]
-    chosen = given or [name for name in known if fit or name != LATENT]
-    return [fit if name == LATENT and fit else name for name in chosen]
+    some = given or [name for name in known if fit or name != LATENT]
+    return chosen_names("predict", [fit if name == LATENT and fit else name for name in some], True)
 
 
 def _figures(
@@ -99,7 +87,7 @@ def _figures(
     alone, _ = _replay(trace, slots, NOTHING, policy, speeds.links[0], speeds.pace)
     ideal, seen = _replay(trace, slots, name, policy, AT_ONCE, speeds.pace)
     real, _ = _replay(trace, slots, name, policy, speeds.links[0], speeds.pace)
-    assert without.bytes == alone.bytes  # with no predictor no byte depends on time
+    must_be("bytes without a predictor, whatever reads take", without.bytes, alone.bytes)
     return {
         "tokens": len(trace.best), "slots": slots, "requests": ideal.requests,
         "misses_without": without.misses,
@@ -123,12 +111,9 @@ def _share(part: float, whole: float) -> float | None:
 def _replay(
     trace: Trace, slots: int, name: str, policy: str, link: Link, pace: Pace
 ) -> tuple[Counts, Watched]:
-    made, path = predictor_named(name)
-    layers = trace.layers.tolist()
-    known = {} if path is None else {"path": path}
-    watched = Watched(made(layers, trace.experts, trace.top_k, **known), layers, trace.top_k)
+    watched = Watched(predictor_of(name, trace), trace.layers.tolist(), trace.top_k)
     counts = replay_timed(
-        trace.leases(), implementation("scheduler", "policy", policy).Policy(slots), watched,
+        trace.leases(), chosen_class("policy", policy)(slots), watched,
         slots, ModelTier(trace.page_bytes, link), guessed=trace.guessed, pace=pace,
     )  # fmt: skip
     return counts, watched

@@ -1,11 +1,11 @@
 """Real replay: what a trace asks for, read from a real model by the real tiers, without arithmetic;
 beside the same requests in modelled time.
 
-Each page of the trace stands for an expert of the model, in the order of the files.  In turns, a
-link is measured (bursts of pages that nobody has, through store and disk tier, as misses are read)
-and the trace is replayed, first from the disk and then in modelled time over a link as measured
-before and after.  A drive's speed drifts: the median of the rounds' ratios counts.  Knows no
-arithmetic; computing is time that passes.
+Each page of the trace stands for an expert of the model, in the order of the files.  In each repeat
+a link is measured (bursts of pages that nobody has, through store and disk tier, as misses are
+read), the trace is replayed from the disk, the link is measured again, and the trace is replayed in
+modelled time over the mean of both.  A drive's speed drifts: the median of the ratios counts.
+Knows no arithmetic; computing is time that passes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from .bench_policies import Room
+from .bench_frame import Frame, must_be
+from .bench_policies import BASELINE, NOTHING, Room, predictor_of, refuse_blind
 from .checkpoint import Checkpoint
 from .config import show_size
 from .errors import CheckpointError, DoesNotFit, UsageError
 from .machine import read_machine
-from .registry import implementation
+from .registry import chosen, short
 from .scheduler.counts import Counts
 from .scheduler.replay import Leases, replay
 from .scheduler.replay_real import RealTier
@@ -42,7 +44,19 @@ SMALL: Final = 1 << 20  #: bytes of a page; reading a smaller one is more Python
 BURSTS: Final = 5  #: of each size, a measurement of the link
 SPARE: Final = 500_000_000  #: bytes of memory that are left to everything else
 BESIDE: Final = 16 << 20  #: bytes; Python's own files, and what the system reads ahead in them
-Watch = Callable[[str], None]
+MORE_WAS_READ: Final = (
+    "In some round this process read much beside the pages: its code, or what it shares with other "
+    "work."
+)
+MEANINGS: Final = {
+    "ratio": "modelled time over real time",
+    "waited_ratio": "the same of the waits for pages",
+    "seconds": "s, real, computing included",
+    "modelled_seconds": "s, modelled",
+    "rate": "bytes/s of the link, fitted before and after",
+    "latency": "s until its first byte",
+    "bytes": "bytes read",
+}
 
 
 class Played(NamedTuple):
@@ -118,7 +132,7 @@ class _Real:
         most = min(self.top_k, len(self.slots), self.pages.have)
         sizes = sorted({1, *(2**i for i in range(most.bit_length())), most})
         found: dict[int, list[float]] = {size: [] for size in sizes}
-        lru = implementation("scheduler", "policy", "lru").Policy
+        lru = chosen("policy", BASELINE)
         for _ in range(BURSTS):
             for size in sizes:
                 store = ExpertStore(self.disk, self.slots[:size], lru(size))
@@ -141,7 +155,6 @@ class _Real:
         ended, after = _fetched(), self.disk.counts
         fetched = None if began is None or ended is None else ended - began
         read, overhead = after.bytes - before.bytes, after.overhead - before.overhead
-        assert read == counts.bytes, (read, counts)
         assert tier.over is not None
         return Played(counts, tier.over, read, overhead, fetched)
 
@@ -170,44 +183,54 @@ def _fetched() -> int | None:
 
 
 def compare(
+    frame: Frame,
     trace: Trace,
     checkpoint: Checkpoint,
     rooms: Sequence[Room],
     policies: Sequence[str],
     predictors: Sequence[str],
     pace: Pace,
-    rounds: int = 3,
-    seed: int = 0,
-    tell: Watch = lambda text: None,
-) -> Iterator[dict[str, Any]]:
-    """A line of figures for each capacity, predictor and policy.  ``trace``: its ``page_bytes``
-    those of the model (``as_in``).  Raises ``DoesNotFit``, ``ReadError``, ``UsageError``."""
+    about: Mapping[str, Any],
+) -> None:
+    """Lines of all capacities, predictors and policies.  ``trace``: its ``page_bytes`` those of the
+    model (``as_in``); ``about``: settings of all cases.  Raises ``DoesNotFit``, ``ReadError``,
+    ``UsageError``, and ``K3Error`` where two accounts differ."""
     for place in rooms:
         if len(place.slots) != 1:
             raise UsageError(
                 f"--capacity {place.text} names two tiers.", "Real replay is of RAM over the disk."
             )
-    run, rng = trace.leases(), random.Random(seed)
+    refuse_blind(trace, predictors)
+    run = trace.leases()
     with _Real(trace, checkpoint, max(place.slots[0] for place in rooms)) as real:
-        real.bursts(rng)  # files are open, and the mode is known
+        real.bursts(random.Random(frame.often.seed))  # files are open, and the mode is known
+        frame.notes += _notes(real)
         for place in rooms:
             for predictor in predictors:
                 for policy in policies:
-                    what = {"policy": policy, "predictor": predictor, "capacity": place.text}
-                    played = []
-                    links = [fitted(real.bursts(rng), trace.page_bytes)]
-                    for number in range(rounds):
-                        tell(f"{place.text}: {policy}, {predictor}, round {number + 1} of {rounds}")
-                        made = _made(trace, place, policy, predictor)
-                        found = real.play(trace, run, place.slots[0], *made, pace)
-                        links.append(fitted(real.bursts(rng), trace.page_bytes))
-                        link = _between(links[-2], links[-1])
-                        made = _made(trace, place, policy, predictor)
-                        model = _modelled(trace, run, place.slots[0], *made, pace, link)
-                        _check(trace, run, place, policy, predictor, found, model, real.mode)
-                        played.append((found, model, link))
-                    notes = _notes(real, [found for found, _, _ in played])
-                    yield {**what, "slots": place.slots[0], **_figures(played, real, notes)}
+                    case = {
+                        **about, "policy": short(policy), "predictor": short(predictor),
+                        "capacity": place.text, "page_bytes": real.pages.page_bytes,
+                    }  # fmt: skip
+                    measure = partial(_round, frame, real, trace, run, place, policy, predictor)
+                    frame.case(case, partial(measure, pace))
+
+
+def _round(
+    frame: Frame, real: _Real, trace: Trace, run: Leases, place: Room, policy: str, predictor: str,
+    pace: Pace, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Figures of a turn of disk and model."""
+    rng, slots = random.Random(seed), place.slots[0]
+    before = fitted(real.bursts(rng), trace.page_bytes)
+    found = real.play(trace, run, slots, *_made(trace, place, policy, predictor), pace)
+    link = _between(before, fitted(real.bursts(rng), trace.page_bytes))
+    model = _modelled(trace, run, slots, *_made(trace, place, policy, predictor), pace, link)
+    _check(trace, run, place, policy, predictor, found, model, real.mode)
+    beside = (found.proc_bytes or 0) - found.disk_bytes - found.overhead
+    if real.mode == "direct" and beside > max(BESIDE, found.disk_bytes // 100):
+        frame.notes.append(MORE_WAS_READ)
+    return {"slots": slots, "mode": real.mode, **_figures(found, model, link)}
 
 
 def as_in(trace: Trace, checkpoint: Checkpoint) -> Trace:
@@ -216,11 +239,7 @@ def as_in(trace: Trace, checkpoint: Checkpoint) -> Trace:
 
 
 def _made(trace: Trace, place: Room, policy: str, predictor: str) -> tuple[Any, Any]:
-    guess = implementation("scheduler", "predict", predictor).Predictor
-    return (
-        implementation("scheduler", "policy", policy).Policy(place.slots[0]),
-        guess(trace.layers.tolist(), trace.experts, trace.top_k),
-    )
+    return chosen("policy", policy)(place.slots[0]), predictor_of(predictor, trace)
 
 
 def _between(before: Link, after: Link) -> Link:
@@ -249,25 +268,23 @@ def _check(
     mode: str,
 ) -> None:
     """What holds of every round; that hits, late and misses are the requests, and bytes those that
-    came, ``replay_timed`` has checked."""
-    assert real.counts.requests == model.counts.requests
-    if predictor == "none":
-        clockless = implementation("scheduler", "policy", policy).Policy(place.slots[0])
-        counts = replay(run, clockless, place.slots[0], trace.page_bytes)
-        for other in (real.counts, model.counts):
-            assert replace(other, wait_seconds=0.0) == counts, (other, counts)
-    # less was read only if some came out of a cache; what is read beside the pages, see ``_notes``
-    assert mode != "direct" or real.proc_bytes is None or real.proc_bytes >= real.disk_bytes, real
+    came, ``replay_timed`` has checked.  Raises ``K3Error``."""
+    must_be("bytes that the disk tier read", real.disk_bytes, real.counts.bytes)
+    must_be("modelled requests", model.counts.requests, real.counts.requests)
+    if predictor == NOTHING:
+        clockless = chosen("policy", policy)(place.slots[0])
+        counts = vars(replay(run, clockless, place.slots[0], trace.page_bytes))
+        for kind, other in (("real", vars(real.counts)), ("modelled", vars(model.counts))):
+            for name in sorted(counts.keys() - {"wait_seconds"}):
+                must_be(f"{kind} {name} beside replay without a clock", other[name], counts[name])
+    # less was read only if some came out of a cache; what is read beside the pages is noted
+    if mode == "direct" and real.proc_bytes is not None:
+        less = min(real.proc_bytes, real.disk_bytes)
+        must_be("what the kernel says was read of the pages", less, real.disk_bytes)
 
 
-def _notes(real: _Real, played: Sequence[Played]) -> list[str]:
+def _notes(real: _Real) -> list[str]:
     pages, notes = real.pages, list[str]()
-    beside = max((p.proc_bytes or 0) - p.disk_bytes - p.overhead for p in played)
-    if real.mode == "direct" and beside > max(BESIDE, max(p.disk_bytes for p in played) // 100):
-        notes.append(
-            f"This process read {show_size(beside)} beside the pages of a round: its code, or what "
-            "it shares with other work."
-        )
     if pages.wanted > pages.have:
         notes.append(
             f"The trace has {pages.wanted:,} pages and the model {pages.have:,}: several of the "
@@ -283,25 +300,15 @@ def _notes(real: _Real, played: Sequence[Played]) -> list[str]:
     return notes
 
 
-def _figures(
-    played: Sequence[tuple[Played, Played, Link]], real: _Real, notes: Sequence[str]
-) -> dict[str, Any]:
-    ratios = [model.seconds / found.seconds for found, model, _ in played]
-    waits = [
-        model.counts.wait_seconds / found.counts.wait_seconds if found.counts.wait_seconds else 1.0
-        for found, model, _ in played
-    ]
-    middle = statistics.median(ratios)
-    found, model, link = min(played, key=lambda p: abs(p[1].seconds / p[0].seconds - middle))
-    c = found.counts
+def _figures(found: Played, model: Played, link: Link) -> dict[str, Any]:
+    c, waited = found.counts, found.counts.wait_seconds
     return {
-        "ratio": round(middle, 4), "ratios": [round(r, 4) for r in ratios],
-        "waited_ratio": round(statistics.median(waits), 4), "seconds": found.seconds,
-        "modelled_seconds": model.seconds,
-        "waited_seconds": c.wait_seconds, "modelled_waited_seconds": model.counts.wait_seconds,
+        "ratio": model.seconds / found.seconds,
+        "waited_ratio": model.counts.wait_seconds / waited if waited else None,
+        "seconds": found.seconds, "modelled_seconds": model.seconds,
+        "waited_seconds": waited, "modelled_waited_seconds": model.counts.wait_seconds,
         "rate": link.rate, "latency": link.latency, "bytes": c.bytes,
         "modelled_bytes": model.counts.bytes, "overhead_bytes": found.overhead,
         "proc_bytes": found.proc_bytes, "requests": c.requests, "hits": c.hits, "late": c.late,
-        "misses": c.misses, "prefetches": c.prefetches, "page_bytes": real.pages.page_bytes,
-        "mode": real.mode, "notes": list(notes),
+        "misses": c.misses, "prefetches": c.prefetches,
     }  # fmt: skip

@@ -45,7 +45,7 @@ def read(
     """Read random pages of MODEL as a run does, beside fio where that is installed."""
     from .bench_read import MEANINGS, Turns
     from .checkpoint import Checkpoint
-    from .session_identity import identity_of
+    from .session_identity import weights_of
 
     if not 0 < seconds <= 3600:
         raise UsageError(f"--seconds is {seconds}.", "It must be more than 0 and at most 3600.")
@@ -56,7 +56,7 @@ def read(
             with Turns(checkpoint, bench.seed) as turns:
                 ours = turns.ours
                 what = {
-                    "model": identity_of(checkpoint, "", None, "")["tensors"][:12],
+                    "model": weights_of(checkpoint),
                     "what": ours.what, "pages": ours.pages, "page_bytes": ours.page_bytes,
                     "window_bytes": ours.window_bytes, "drawn_bytes": ours.drawn_bytes,
                 }  # fmt: skip

@@ -80,6 +80,7 @@ def policies(
     """Replay traces: bytes of policies and predictors beside LRU, MIN and the compulsory bound."""
     from . import bench_policies as bench
     from .bench_predictors import equal_parts
+    from .trace import read_some
 
     at_least_one(("--rows", rows))
     some = bench.chosen_names("policy", policy, True)
@@ -90,7 +91,7 @@ def policies(
     with Progress() as progress:
         with framed("policies", given, {}, progress, timed=False, table=_table) as frame:
             for path in traces:
-                trace = _some(path, rows)
+                trace = read_some(path, rows)
                 rooms = [bench.room(text, trace) for text in capacity or bench.CAPACITIES]
                 frame.about["path"] = str(path)
                 for i, part in enumerate(equal_parts(trace, repeats)):
@@ -130,13 +131,15 @@ def predictors(
 ) -> None:
     """What reading ahead would be worth to MODEL: guesses that come true, misses that are gone."""
     at_least_one(("--tokens", tokens), ("--rows", rows))
-    _refuse_inert(how, trace, {"MODEL": model, "--tokens": tokens, "--text": text, "--rows": rows})
+    given = {"MODEL": model, "--tokens": tokens, "--text": text, "--seed": bench.seed or None}
+    _refuse_inert(how, trace, rows, given)
     with Progress() as progress:
         words = None if text is None else read_text(text, progress)
         with loading_libraries(progress):
             from . import bench_predictors as kinds
             from .bench_policies import Speeds, room
             from .options import POLICY
+            from .trace import read_some
         speeds = _speeds(Speeds(), True, modelled)
         model = model or "nano"
         with (
@@ -147,7 +150,7 @@ def predictors(
         ):  # fmt: skip
             chosen = kinds.chosen_predictors(predictor, made)
             if trace is not None:
-                whole = _some(trace, rows)
+                whole = read_some(trace, rows)
                 about: dict[str, Any] = {"trace": whole.digest}
                 frame.about["path"] = str(trace)
             else:
@@ -187,29 +190,19 @@ def _recorded(
     return trace, {**about, "tokens": tokens, "text": digest(words)}
 
 
-def _refuse_inert(how: How, trace: Path | None, given: dict[str, Any]) -> None:
+def _refuse_inert(how: How, trace: Path | None, rows: int | None, given: dict[str, Any]) -> None:
     """Raise ``UsageError`` for an option that would do nothing."""
     if trace is None:
-        if given["--rows"] is not None:
+        if rows is not None:
             raise UsageError("--rows is about a trace.", "Use --tokens, or give --from-trace.")
         return
-    inert = [name for name, value in given.items() if value is not None and name != "--rows"]
+    inert = [name for name, value in given.items() if value is not None]
     for name, usual in How._field_defaults.items():
         variable = f"K3_{name.upper()}" in os.environ  # meant for other commands
         if name != "policy" and getattr(how, name) != usual and not variable:
             inert.append(f"--{name.replace('_', '-')}")
     if inert:
         raise UsageError(f"{inert[0]} does nothing with --from-trace.", "Leave one of them out.")
-
-
-def _some(path: Path, rows: int | None) -> Trace:
-    """The first tokens of a trace.  Raises ``UsageError`` where it has none."""
-    from .trace import read_trace
-
-    trace = read_trace(path, ["ahead", "latent"]).rows(slice(rows))
-    if not len(trace.best):
-        raise UsageError(f"{path} holds no tokens.", "Record a run that comes to its end.")
-    return trace
 
 
 def _told(speeds: Speeds) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def is_file(name: str) -> bool:
 
 
 def short(name: str) -> str:
-    """NAME, also of a path to ``policy_NAME.py``: what tables show."""
-    return Path(name).stem.partition("_")[2] if is_file(name) else name
+    """NAME, also of a path to ``policy_NAME.py`` and of ``NAME=FIT``: what tables show."""
+    return Path(name).stem.partition("_")[2] if is_file(name) else name.partition("=")[0]
 
 
 def chosen(kind: str, name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .bench_compare import by_kind, samples
+from .config import show_size
 from .errors import UsageError
 from .report_page import Page
 from .report_routing import policy_figures
@@ -23,22 +24,37 @@ def add_results(page: Page, path: Path, clean: bool) -> None:
     if not kinds:
         raise UsageError(f"{path} holds no results.", "Give a JSON object a line.")
     page.part(f"{path.name}: results of benchmarks")
-    lines = [line for some in kinds.values() for line in some]
-    _add_policies(page, [line for line in lines if line.get("benchmark") == POLICIES])
+    _add_policies(page, [some for some in kinds.values() if some[0].get("benchmark") == POLICIES])
     for some in kinds.values():
         if some[0].get("benchmark") != POLICIES:
             _add_kind(page, some)
 
 
-def _add_policies(page: Page, lines: list[dict[str, Any]]) -> None:
-    """A pair of curves for each trace, predictor and tier."""
+def _add_policies(page: Page, kinds: list[list[dict[str, Any]]]) -> None:
+    """A pair of curves for each trace, predictor, tier and modelled disk, of medians."""
 
-    def key(line: dict[str, Any]) -> tuple[str, str, int]:
-        return line["trace"], line["predictor"], line["tier"]
+    def key(line: dict[str, Any]) -> tuple[Any, ...]:
+        modelled = (line.get(name, 0) for name in ("disk_rate", "latency", "layer_seconds"))
+        return (*(line[name] for name in ("trace", "predictor", "tier", "rows")), *modelled)
 
-    for (trace, predictor, tier), some in groupby(sorted(lines, key=key), key):
-        page.section(f"Policies on trace {trace}, predictor {predictor}, tier {tier}")
-        policy_figures(page, sorted(some, key=lambda line: int(line["slots"])))
+    middle = sorted(map(_middle, kinds), key=key)
+    for (trace, predictor, tier, rows, rate, *_), same in groupby(middle, key):
+        disk = f", a disk of {show_size(int(rate))}/s" if rate else ""
+        page.section(
+            f"Policies on {rows} tokens of trace {trace}, predictor {predictor}, tier {tier}{disk}"
+        )
+        some = sorted(same, key=lambda line: int(line["slots"]))
+        most = max(line["lines"] for line in some)
+        if most > 1:
+            page.note(f"Medians of up to {most} lines.")
+        policy_figures(page, some)
+
+
+def _middle(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """One line of the medians of ``lines``, which are repeats of one another."""
+    middle = {name: float(np.median(some)) for name, some in samples(lines).items()}
+    whole = {name: int(x) if x.is_integer() else x for name, x in middle.items()}
+    return {**lines[0], **whole, "lines": len(lines)}
 
 
 def _add_kind(page: Page, lines: list[dict[str, Any]]) -> None:

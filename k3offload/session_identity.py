@@ -55,6 +55,11 @@ def identity_of(
     }
 
 
+def weights_of(checkpoint: Checkpoint) -> str:
+    """Names the weights of a model in results of benchmarks."""
+    return _tensors(checkpoint)[:12]
+
+
 def computed_by(engine: Engine) -> dict[str, Any]:
     """What else bits depend on: a state goes on elsewhere, but rounds differently from there."""
     there = engine.accelerator

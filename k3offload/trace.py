@@ -247,6 +247,15 @@ class _Growing:
         self._group.attrs[self._name] = self._done  # from here on it is part of the trace
 
 
+def read_some(path: Path, rows: int | None) -> Trace:
+    """The first ``rows`` tokens of the trace at ``path`` (all if None), with what predictors ask
+    for.  Raises ``UsageError``, also where it has no tokens."""
+    trace = read_trace(path, ["ahead", "latent"]).rows(slice(rows))
+    if not len(trace.best):
+        raise UsageError(f"{path} holds no tokens.", "Record a run that comes to its end.")
+    return trace
+
+
 def read_trace(path: str | Path, parts: Sequence[str] = PARTS) -> Trace:
     """The trace at ``path``, with those of its further ``parts`` that it has.  Raises
     ``UsageError``."""

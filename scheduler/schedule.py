@@ -34,7 +34,7 @@ def predictor_named(name: str) -> tuple[Any, str | None]:
     if (kind == "latent") != bool(path):
         raise UsageError(
             f"--predict {name!r} does not say what to predict from.",
-            "latent takes a fit, latent=FILE (see benchmarks/record_routing.py); others take none.",
+            "latent takes a fit, latent=FILE (see docs/benchmarks.md); others take none.",
         )
     return made, path or None
 

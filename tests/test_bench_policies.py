@@ -108,8 +108,8 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_new_policy_appears_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scheduler").mkdir()
-    for name in ("lru", "brandnew"):
-        (tmp_path / "scheduler" / f"policy_{name}.py").touch()
+    for name in ("policy_lru", "policy_brandnew", "predict_none"):
+        (tmp_path / "scheduler" / f"{name}.py").touch()
     monkeypatch.setattr(registry, "_PACKAGE", tmp_path)
     monkeypatch.setitem(sys.modules, "k3offload.scheduler.policy_brandnew", policy_lru)
     assert bench_policies.chosen_names("policy", None, True) == ["brandnew", "lru"]
@@ -145,6 +145,21 @@ def test_refused(
     made(tmp_path / "t", 20)
     code, out, err = call(["bench", "policies", tmp_path / "t", *given], capsys)
     assert code == 2 and said in err and not out
+
+
+def test_predictors_without_what_they_ask_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not a row that looks as if they were worth nothing."""
+    made(tmp_path / "t", 20)
+    for name, said in (
+        ("router", "does not hold what the predictor router asks for"),
+        ("latent", "does not say what to predict from"),
+    ):
+        code, out, err = call(
+            ["bench", "policies", tmp_path / "t", "--predictor", name, "--policy", "lru"], capsys
+        )
+        assert code == 2 and said in err and not out
 
 
 def test_a_trace_without_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,9 @@ from tests.helpers_engine import BRIEF, call, checkpoint
 GOLDEN = Path(__file__).parents[1] / "benchmarks" / "traces" / "nano_held_out.zip"
 
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
 class Knows:
     """Guesses what the next layer of a trace will choose, and as many others before or behind."""
 
@@ -112,6 +115,12 @@ def test_over_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     )  # fmt: skip
     assert slow[0]["covered"] == router["covered"]  # reads that take no time
     assert slow[0]["covered_in_time"] < router["covered_in_time"]
+    near, sure = EXAMPLES / "policy_near.py", EXAMPLES / "predict_sure.py"
+    own = lines_of(
+        ["predictors", "--from-trace", GOLDEN, *common, "--policy", near, "--predictor", sure,
+         "--predictor", sure], capsys,
+    )  # fmt: skip
+    assert [(line["policy"], line["predictor"]) for line in own] == 2 * [("near", "sure")]
     code, out, _ = call(["bench", "predictors", "--from-trace", GOLDEN, *common], capsys)
     assert code == 0 and "useful by rank" in out and "counted, not timed" in out
 
@@ -147,6 +156,7 @@ def test_parts_are_equal() -> None:
         (["nano", "--from-trace", GOLDEN], "MODEL does nothing with --from-trace"),
         (["--from-trace", GOLDEN, "-n", 5], "--tokens does nothing with --from-trace"),
         (["--from-trace", GOLDEN, "--dtype", "float32"], "--dtype does nothing with --from-trace"),
+        (["--from-trace", GOLDEN, "--seed", 3], "--seed does nothing with --from-trace"),
         (["--rows", 5], "--rows is about a trace"),
         (["--from-trace", GOLDEN, "--capacity", "6%+40%"], "two tiers"),
         (["--from-trace", GOLDEN, "--predictor", "latent"], "does not say what to predict from"),

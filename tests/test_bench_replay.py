@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from k3offload import bench_replay, cli_replay
+from k3offload.bench_compare import compare as judge
+from k3offload.bench_frame import Frame, Line, Often
 from k3offload.bench_policies import Room
 from k3offload.bench_replay import Pages, Played, as_in, compare, fitted
 from k3offload.checkpoint import Checkpoint
-from k3offload.errors import CheckpointError, DoesNotFit, UsageError
+from k3offload.errors import CheckpointError, DoesNotFit, K3Error, UsageError
 from k3offload.scheduler.counts import Counts
 from k3offload.scheduler.policy_lru import Policy as Lru
 from k3offload.scheduler.predict_repeat import Predictor as Repeat
@@ -30,7 +32,8 @@ from k3offload.trace import Trace, read_trace
 from k3offload.trace_made import Size, pattern, trace_of
 from tests.helpers_engine import call, checkpoint
 
-GOLDEN = Path(__file__).with_name("golden") / "routing_natural.zip"
+ROOT = Path(__file__).parents[1]
+EXAMPLES, TRACE = ROOT / "examples", ROOT / "benchmarks" / "traces" / "nano_held_out.zip"
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,16 @@ def trace_for(model: Checkpoint, tokens: int = 12) -> Trace:
     trace = trace_of(pattern("skewed", tokens, Size(8, 16, 4)), 16)
     order = np.stack([np.random.default_rng(i).permutation(16) for i in range(8)])
     return as_in(replace(trace, order=order.astype(np.uint16)), model)
+
+
+def replayed(
+    trace: Trace, model: Checkpoint, place: Room, predictor: str = "none", pace: Pace | None = None
+) -> tuple[Frame, Line]:
+    """One repeat with LRU: the frame, and its line."""
+    frame = Frame("replay", "1", Often(1, 0), bench_replay.MEANINGS)
+    compare(frame, trace, model, [place], ["lru"], [predictor], pace or Pace(), {})
+    (line,) = frame.lines
+    return frame, line
 
 
 def test_pages_of_a_trace_are_experts_in_the_order_of_the_files(model: Checkpoint) -> None:
@@ -66,8 +79,8 @@ def test_a_longer_trace_begins_again(model: Checkpoint) -> None:
     last, first = int(trace.layers[-1]), int(trace.layers[0])
     assert (pages.wanted, pages.have) == (144, 128)
     assert pages.locate(PageId(last, 3)) == pages.locate(PageId(first, 3))
-    (line,) = compare(trace, model, [Room("", (20,))], ["lru"], ["none"], Pace(), 1)
-    assert "several of the trace are the same bytes" in line["notes"][0]
+    frame, _ = replayed(trace, model, Room("", (20,)))
+    assert "several of the trace are the same bytes" in frame.notes[0]
 
 
 @pytest.mark.parametrize("predictor", ["none", "repeat"])
@@ -75,7 +88,7 @@ def test_bytes_are_those_of_the_model_the_disk_and_the_system(
     model: Checkpoint, predictor: str
 ) -> None:
     trace = trace_for(model)
-    (line,) = compare(trace, model, [Room("", (20,))], ["lru"], [predictor], Pace(1e-4, 1e-5), 1)
+    _, line = replayed(trace, model, Room("", (20,)), predictor, Pace(1e-4, 1e-5))
     size = model.expert_bytes
     assert line["hits"] + line["late"] + line["misses"] == line["requests"]
     assert line["ratio"] > 0 and line["rate"] > 0 and line["latency"] >= 0
@@ -146,29 +159,51 @@ def test_rounds_that_do_not_add_up_are_found(model: Checkpoint) -> None:
         fine._replace(counts=replace(own, bytes=own.bytes + model.expert_bytes)),
         fine._replace(counts=Counts()),
     ):
-        with pytest.raises(AssertionError):
+        with pytest.raises(K3Error, match="accounts of this run differ"):
             check(trace, run, place, "lru", "none", wrong, fine, "direct")
     check(trace, run, place, "lru", "none", fine._replace(proc_bytes=0), fine, "buffered")
-    with bench_replay._Real(trace, model, 4) as real:
-        real.bursts(random.Random(0))
-        much = fine._replace(proc_bytes=own.bytes + (17 << 20))
-        said = [bench_replay._notes(real, [fine, other])[0] for other in (fine, much)]
-    assert "beside the pages" not in said[0]
-    assert ("beside the pages" in said[1]) == (real.mode == "direct")
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["bench", "replay", checkpoint(), GOLDEN, "--rows", 6, "--rounds", 1, "--layer", 0]
-    code, out, _ = call([*given, "--json", "--policy", "lru", "--policy", "lfru"], capsys)
+def test_what_is_read_beside_the_pages_is_noted(
+    model: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, fetched = trace_for(model), bench_replay._fetched
+    for beside in (0, 17 << 20):
+        looks = iter(range(2))
+        monkeypatch.setattr(
+            bench_replay, "_fetched", lambda n=beside, i=looks: (fetched() or 0) + n * next(i)
+        )
+        frame, line = replayed(trace, model, Room("", (38,)))
+        noted = bench_replay.MORE_WAS_READ in frame.notes
+        assert noted == (line["mode"] == "direct" and beside > 0)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the frame of all benchmarks; policies and predictors may be files of one's own."""
+    file = tmp_path / "a.jsonl"
+    given = ["bench", "replay", checkpoint(), TRACE, "--rows", 6, "--layer", 0, "--warmup", 0]
+    near, sure = EXAMPLES / "policy_near.py", EXAMPLES / "predict_sure.py"
+    code, out, _ = call(
+        [*given, "--repeats", 2, "--json", "-o", file, "--policy", "lru", "--policy", near,
+         "--predictor", sure], capsys,
+    )  # fmt: skip
     lines = [json.loads(line) for line in out.splitlines()]
-    assert code == 0 and [line["policy"] for line in lines] == ["lru", "lfru"]
+    assert code == (0 if all(line["clean"] for line in lines) else 4)
+    assert [line["policy"] for line in lines] == ["lru", "lru", "near", "near"]
+    assert [line["repeat"] for line in lines] == [0, 1, 0, 1]
     for line in lines:
-        assert line["trace"] == read_trace(GOLDEN).rows(slice(6)).digest
+        assert line["trace"] == read_trace(TRACE).rows(slice(6)).digest
         assert line["cpu"] and line["version"] and line["benchmark"] == "replay"
-        assert line["rounds"] == len(line["ratios"]) == 1 and line["layer_seconds"] == 0
-    code, out, _ = call([*given, "--capacity", "10%"], capsys)
+        assert line["predictor"] == "sure" and line["layer_seconds"] == 0 and line["ratio"] > 0
+        assert line["background"]["reasons"] or line["clean"]
+    kinds = judge(file, file).kinds
+    assert [(kind.settings["policy"], kind.a.lines) for kind in kinds] == [("lru", 2), ("near", 2)]
+    assert {"ratio", "bytes", "rate"} <= {figure.name for figure in kinds[0].figures}
+    code, out, _ = call([*given, "--repeats", 1, "--capacity", "10%"], capsys)
     rows = out.splitlines()
-    assert code == 0 and "reads" in rows[0] and "several" in rows[1] and "lru" in rows[-1]
+    assert code in (0, 4) and "reads" in rows[0] and "several" in out
+    assert rows[2].startswith("10%       lru     none")
+    assert rows[-1].startswith("clean" if code == 0 else "CONTENDED")
 
 
 def test_what_is_off_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +212,7 @@ def test_what_is_off_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         "latency": 1e-3, "seconds": 1.0, "modelled_seconds": 1.0, "waited_ratio": 1.0,
     }  # fmt: skip
     for ratio, off in ((0.84, True), (0.86, False), (1.14, False), (1.16, True)):
-        (row,) = cli_replay._row({**line, "ratio": ratio}, False)
+        (row,) = cli_replay._row({**line, "ratio": ratio}, False, 1)
         assert ("off by more than 15%" in row) == off
 
 
@@ -186,11 +221,12 @@ def test_refused(
 ) -> None:
     for more, said in (
         (["--layer", "-1"], "--layer is -1"),
-        (["--rounds", "0"], "--rounds is 0"),
+        (["--repeats", "0"], "--repeats is 0"),
+        (["--predictor", "latent"], "does not say what to predict from"),
         (["--policy", "best"], "no policy 'best'"),
         (["--capacity", "10%+20%"], "names two tiers"),
     ):
-        code, out, err = call(["bench", "replay", checkpoint(), GOLDEN, *more], capsys)
+        code, out, err = call(["bench", "replay", checkpoint(), TRACE, *more], capsys)
         assert code == 2 and said in err and not out
     trace = trace_for(model)
     bare = Checkpoint.open(checkpoint(layers=1, vision=False))
@@ -198,9 +234,11 @@ def test_refused(
         Pages(trace, bare)
     monkeypatch.setattr(bench_replay, "SPARE", 1 << 60)
     with pytest.raises(DoesNotFit, match="38 pages"):
-        next(compare(trace, model, [Room("", (38,))], ["lru"], ["none"], Pace(), 1))
+        replayed(trace, model, Room("", (38,)))
     with pytest.raises(UsageError, match="two tiers"):
-        next(compare(trace, model, [Room("a+b", (3, 9))], ["lru"], ["none"], Pace(), 1))
+        replayed(trace, model, Room("a+b", (3, 9)))
+    with pytest.raises(UsageError, match="does not hold what the predictor router"):
+        replayed(trace, model, Room("", (3,)), "router")
 
 
 def test_bursts_are_misses(model: Checkpoint) -> None:

@@ -232,6 +232,16 @@ def test_results_of_benchmarks(tmp_path: Path, capsys: pytest.CaptureFixture[str
     found = page.column("Replay by capacity and policy", "bytes")
     assert found == [str(json.loads(line)["bytes"]) for line in out.splitlines()]
     assert len(page.text["svg"]) == 2
+    more = [tmp_path / "t", "--repeats", 3, "--capacity", "25%", "--policy", "lru", "--json"]
+    parts = call(["bench", "policies", *more], capsys)[1]
+    disks = [call(["bench", "policies", *more, "--predictor", "repeat", "--rate", rate], capsys)[1]
+             for rate in ("1M", "9M")]  # fmt: skip
+    path.write_text(parts + parts + "".join(disks))
+    page = report([path], tmp_path / "r.html", capsys)
+    sizes = sorted(json.loads(line)["bytes"] for line in parts.splitlines())
+    assert page.column("Replay by capacity and policy", "bytes") == [str(sizes[1])]  # one row
+    assert any("Medians of up to 6 lines" in text for text in page.text["p"])
+    assert len(page.text["svg"]) == 3 * 2  # disks of two speeds are no repeats
 
 
 @pytest.mark.parametrize(
