@@ -50,6 +50,10 @@ class Guard:
             text = "The server has another name. Ask for localhost, or start it with --api-key."
             await refused(421, text, "wrong_host")(scope, receive, sending)
             return
+        if _is_slipped_in(headers):
+            text = "A page of another site asks for this without being allowed to read it."
+            await refused(403, text, "other_site")(scope, receive, sending)
+            return
         if not self._may_come(scope, headers):
             wrong = refused(
                 401, "The key is missing or wrong. Send Authorization: Bearer KEY.",
@@ -104,6 +108,13 @@ class Guard:
         given = headers.get("authorization", "").partition(" ")
         right = secrets.compare_digest(given[2].strip().encode(), key.encode())
         return given[0].lower() == "bearer" and right
+
+
+def _is_slipped_in(headers: Headers) -> bool:
+    """Whether a browser asks for a page of another site that does not mean to read the answer, as
+    scripts and pictures are asked for: it would only take a listener's place."""
+    others = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+    return others and headers.get("sec-fetch-mode") == "no-cors"
 
 
 def _too_large(limit: int) -> Response:
