@@ -20,6 +20,9 @@ from .serve_settings import Settings
 #: Paths that need no key: a sign of life, and a page without any data.
 OPEN = ("/health", "/")
 BODIES = 8  #: of the largest that may be in memory at a time
+#: So many times the largest are read, and thrown away, of one that is too large: who still sends
+#: when the connection is closed may never see why.
+READ_ON = 4
 
 
 class Guard:
@@ -76,22 +79,27 @@ class Guard:
         limit, seconds = self._settings.body, self._settings.body_seconds
         close = {"Connection": "close"}
         declared = headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared[:20]) > limit:
+        large = declared.isdecimal() and int(declared[:20]) > limit
+        if large and int(declared[:20]) > READ_ON * limit:
             return _too_large(limit)
-        body, more = bytearray(), True
+        body, size, more = bytearray(), 0, True
         with anyio.move_on_after(seconds):
-            while more:
+            while more and size <= READ_ON * limit:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     break  # whoever reads on finds that out
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
-                if len(body) > limit:
-                    return _too_large(limit)
+                part, more = message.get("body", b""), message.get("more_body", False)
+                size += len(part)
+                large = large or size > limit
+                body += part
+                if large:
+                    body.clear()
                 if not held.take(len(body), BODIES * limit):
                     text = "The bodies of other requests take all the room for them. Come again."
                     return refused(429, text, "no_room", {**close, "Retry-After": "10"})
-            return bytes(body)
+            return _too_large(limit) if large else bytes(body)
+        if large:
+            return _too_large(limit)
         text = f"The body did not arrive within {seconds:g} seconds."
         return refused(408, text, "timeout", close)
 
