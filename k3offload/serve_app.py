@@ -60,12 +60,13 @@ def create_app(thread: EngineThread, settings: Settings, version: str = "0") -> 
     _add_facts(app, thread, served, metrics, began)
     app.include_router(serve_live.router(thread))
     _describe(app)
-    if settings.origins:
+    app.add_middleware(Guard, settings=settings, seen=metrics.seen)
+    if settings.origins:  # around the guard: a page that may ask may also read why it was refused
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # clients send names and versions of theirs
+            expose_headers=["Retry-After"],
         )  # fmt: skip
-    app.add_middleware(Guard, settings=settings, seen=metrics.seen)
     return app
 
 

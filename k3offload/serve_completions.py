@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -46,6 +47,8 @@ class CompletionWriter:
         self._usage = body.stream_options is not None and body.stream_options.include_usage
         self._created = now()
         self._offsets = [0] * len(ask.samplings)
+        utf8 = codecs.getincrementaldecoder("utf-8")
+        self._decoders = [utf8("replace") for _ in ask.samplings]
 
     def begin(self) -> Iterator[Any]:
         return iter(())
@@ -82,12 +85,12 @@ class CompletionWriter:
 
     def _logprobs(self, index: int, scores: Sequence[Score]) -> dict[str, Any]:
         engine, offsets = self._served.engine, []
-        tokens = [spelled(engine, score.token)[0] for score in scores]
-        for token in tokens:
+        tokens = [spelled(engine, score.token) for score in scores]
+        for _, data in tokens:  # several may be parts of one character
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
+            self._offsets[index] += len(self._decoders[index].decode(data))
         return {
-            "tokens": tokens,
+            "tokens": [text for text, _ in tokens],
             "token_logprobs": [score.logprob for score in scores],
             "top_logprobs": [
                 {spelled(engine, token)[0]: logprob for token, logprob in reversed(score.top)}

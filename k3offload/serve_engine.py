@@ -318,7 +318,8 @@ class EngineThread:
         for run in self._runs:
             if id(run.state) in gone:
                 run.error = run.error or SessionError("Nobody wants the answer any more.")
-        if all(run.error for run in self._runs):
+        # one that has failed by itself is to hear of it, which takes the sweep to its end
+        if all(id(run.state) in gone for run in self._runs):
             raise Abandoned
 
     def _step(self) -> None:
@@ -330,10 +331,13 @@ class EngineThread:
             pass
         except K3Error as error:
             # of the whole sweep: those whose states are lost by it fail
-            for job in tuple(self._running):
-                lost = [c for c in job.choices if not c.ended and c.session.state.broken]
-                if lost or not any(run.state.broken for run in self._runs):
-                    self._fail(job, error)
+            lost = [
+                job
+                for job in self._running
+                if any(not c.ended and c.session.state.broken for c in job.choices)
+            ]
+            for job in lost or self._running:
+                self._fail(job, error)
         finally:
             self._runs = ()
         if self.progress.busy:

@@ -44,8 +44,8 @@ def dumps(content: Any) -> str:
 
 def body(message: str, kind: str, param: str | None = None, code: str | None = None) -> Any:
     """What an error's body is."""
-    told = {"message": message[:_SHOWN], "type": kind, "param": param, "code": code}
-    return {"error": told}
+    message, param = message[:_SHOWN], param and param[:_SHOWN]
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def described(error: K3Error) -> tuple[int, Any, dict[str, str]]:

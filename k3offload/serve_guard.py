@@ -20,6 +20,9 @@ from .serve_settings import Settings
 #: Paths that need no key: a sign of life, and a page without any data.
 OPEN = ("/health", "/")
 BODIES = 8  #: of the largest that may be in memory at a time
+#: So many times the largest are read, and thrown away, of one that is too large: who still sends
+#: when the connection is closed may never see why.
+READ_ON = 4
 
 
 class Guard:
@@ -50,6 +53,10 @@ class Guard:
             text = "The server has another name. Ask for localhost, or start it with --api-key."
             await refused(421, text, "wrong_host")(scope, receive, sending)
             return
+        if _is_slipped_in(headers):
+            text = "A page of another site asks for this without being allowed to read it."
+            await refused(403, text, "other_site")(scope, receive, sending)
+            return
         if not self._may_come(scope, headers):
             wrong = refused(
                 401, "The key is missing or wrong. Send Authorization: Bearer KEY.",
@@ -72,22 +79,27 @@ class Guard:
         limit, seconds = self._settings.body, self._settings.body_seconds
         close = {"Connection": "close"}
         declared = headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared[:20]) > limit:
+        large = declared.isdecimal() and int(declared[:20]) > limit
+        if large and int(declared[:20]) > READ_ON * limit:
             return _too_large(limit)
-        body, more = bytearray(), True
+        body, size, more = bytearray(), 0, True
         with anyio.move_on_after(seconds):
-            while more:
+            while more and size <= READ_ON * limit:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     break  # whoever reads on finds that out
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
-                if len(body) > limit:
-                    return _too_large(limit)
+                part, more = message.get("body", b""), message.get("more_body", False)
+                size += len(part)
+                large = large or size > limit
+                body += part
+                if large:
+                    body.clear()
                 if not held.take(len(body), BODIES * limit):
                     text = "The bodies of other requests take all the room for them. Come again."
                     return refused(429, text, "no_room", {**close, "Retry-After": "10"})
-            return bytes(body)
+            return _too_large(limit) if large else bytes(body)
+        if large:
+            return _too_large(limit)
         text = f"The body did not arrive within {seconds:g} seconds."
         return refused(408, text, "timeout", close)
 
@@ -104,6 +116,13 @@ class Guard:
         given = headers.get("authorization", "").partition(" ")
         right = secrets.compare_digest(given[2].strip().encode(), key.encode())
         return given[0].lower() == "bearer" and right
+
+
+def _is_slipped_in(headers: Headers) -> bool:
+    """Whether a browser asks for a page of another site that does not mean to read the answer, as
+    scripts and pictures are asked for: it would only take a listener's place."""
+    others = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+    return others and headers.get("sec-fetch-mode") == "no-cors"
 
 
 def _too_large(limit: int) -> Response:

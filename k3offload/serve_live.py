@@ -19,9 +19,11 @@ import anyio
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.types import Receive, Scope, Send
 
 from .live import Live
 from .serve_job import Busy, ServerStopped
+from .serve_settings import Settings
 
 if TYPE_CHECKING:
     from .serve_engine import EngineThread
@@ -78,11 +80,24 @@ class _Stage:
         self._ticker: asyncio.Task[None] | None = None
         self.ears: set[Ear] = set()
 
-    async def events(self, leave: anyio.Event) -> AsyncIterator[ServerSentEvent]:
-        """What stays as it is, then what changes, until the engine, the listener or the server is
-        to ``leave``."""
+    def enter(self) -> Ear:
+        """One more listener, who has to ``leave``.  Raises ``Busy``."""
+        if len(self.ears) >= WATCHERS:
+            raise Busy(f"{WATCHERS} pages are watching already.", "Close one.", 10)
         ear: Ear = asyncio.Queue(1)
         self.ears.add(ear)
+        return ear
+
+    def leave(self, ear: Ear) -> None:
+        self.ears.discard(ear)
+        if not self.ears and self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+            self._thread.call(self._turn)
+
+    async def events(self, ear: Ear, leave: anyio.Event) -> AsyncIterator[ServerSentEvent]:
+        """What stays as it is, then what changes, until the engine, the listener or the server is
+        to ``leave``."""
         ending = asyncio.create_task(_ends(ear, leave))
         try:
             about = {"model": self._thread.settings.model, **self._live.about()}
@@ -93,11 +108,6 @@ class _Stage:
                 yield ServerSentEvent(event, event="live", sep="\n")
         finally:
             ending.cancel()
-            self.ears.discard(ear)
-            if not self.ears and self._ticker is not None:
-                self._ticker.cancel()
-                self._ticker = None
-                self._thread.call(self._turn)
 
     async def _tick(self) -> None:
         try:
@@ -140,6 +150,25 @@ class _Stage:
         ]  # fmt: skip
 
 
+class _Watching(EventSourceResponse):
+    """The events of one listener, who has a place from now on.  Raises ``Busy``."""
+
+    def __init__(self, stage: _Stage, settings: Settings) -> None:
+        leave, self._stage, self._ear = anyio.Event(), stage, stage.enter()
+        super().__init__(
+            stage.events(self._ear, leave), ping=settings.ping, sep="\n",
+            send_timeout=settings.stalled, shutdown_event=leave, shutdown_grace_period=1,
+        )  # fmt: skip
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except TimeoutError:
+            pass  # the listener takes nothing
+        finally:
+            self._stage.leave(self._ear)
+
+
 def router(thread: EngineThread) -> APIRouter:
     """The page at ``/``, which holds no data, and its figures at ``/live``."""
     routes, stage = APIRouter(include_in_schema=False), _Stage(thread)
@@ -153,12 +182,6 @@ def router(thread: EngineThread) -> APIRouter:
     async def live() -> Response:
         if not thread.alive:
             raise ServerStopped("The engine has ended.", "Start the server again.")
-        if len(stage.ears) >= WATCHERS:
-            raise Busy(f"{WATCHERS} pages are watching already.", "Close one.", 10)
-        settings, leave = thread.settings, anyio.Event()
-        return EventSourceResponse(
-            stage.events(leave), ping=settings.ping, sep="\n", send_timeout=settings.stalled,
-            shutdown_event=leave, shutdown_grace_period=1,
-        )  # fmt: skip
+        return _Watching(stage, thread.settings)
 
     return routes

@@ -3,6 +3,8 @@
 What the server cannot do is refused by the name of its field, since leaving it out would give
 another answer than was asked for.  A field that is null, or has the value that asks for nothing,
 counts as left out.  Messages and tools are checked by ``chat_messages``.
+
+Of long lists the first fault is told and no other: each that is told takes time and memory.
 """
 
 from __future__ import annotations
@@ -79,6 +81,9 @@ class Common(BaseModel):
         for name in kept.keys() & set(LABELS):
             if isinstance(kept[name], str):
                 del kept[name]
+        unknown = [name for name in kept if name not in cls.model_fields]
+        for name in unknown[1:]:  # one is enough to refuse it, and there may be a million
+            del kept[name]
         return kept
 
     @model_validator(mode="after")
@@ -95,11 +100,11 @@ class Common(BaseModel):
 class ChatRequest(Common):
     """Of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Whole | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -124,7 +129,7 @@ class ChatRequest(Common):
 class CompletionRequest(Common):
     """Of ``/v1/completions``."""
 
-    prompt: str | list[int]
+    prompt: str | Annotated[list[int], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     ignore_eos: bool = False
     usual_tokens: ClassVar[int | None] = 16
