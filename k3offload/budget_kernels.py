@@ -28,30 +28,30 @@ KERNEL_CODE = 350_000  #: bytes the matrix library keeps for each shape of a bfl
 #: and as much again for large ones
 ITEM = {"bfloat16": 2, "float32": 4}
 X_ROWS = 32  #: rows that the native row kernels widen at a time
-PANEL_ROWS = 16  #: rows that the matrix unit takes at a time
+PANEL_ROWS = 16  #: rows of a tile
 ROWS_BYTES = 16 << 20  #: intermediates of the native row kernels at a time
 CALL_JOBS = 16  #: experts of one call: as many as a lease hands out at once
-PACKED_LATENTS = 2 << 20  #: latents that the matrix unit attends to at a time, PACKED in C++
+PACKED_LATENTS = 2 << 20  #: latents that tiles attend to at a time, PACKED in C++
 THREAD_BYTES = 7 << 19  #: results and packed weights of a native thread
 
 
 class Backend(NamedTuple):
-    """Which kernels compute: native ones, their matrix unit for rows of prompts, torch ones, and
-    whether the matrix unit also attends with those rows."""
+    """Which kernels compute: native ones, their tiles of bfloat16 for rows of prompts (by the
+    matrix unit or without one), torch ones, and whether tiles also attend with those rows."""
 
     native: bool = True
-    matrix_unit: bool = False
+    tiles: bool = False
     torch: bool = False
     attends: bool = False
 
 
 def thread_bytes(spec: ModelSpec, dtype: str, threads: int, backend: Backend) -> int:
     """Scratch of the compute threads and code that the matrix library makes for each shape."""
-    by_unit = backend.attends and dtype == "bfloat16"
-    total = _attend_bytes(spec, threads, backend, by_unit)
+    in_tiles = backend.attends and dtype == "bfloat16"
+    total = _attend_bytes(spec, threads, backend, in_tiles)
     if backend.native:
         up = HEAD_GROUP * (spec.mla.nope + spec.mla.v) * spec.mla.kv_lora
-        code = KERNEL_CODE * (1 + min(1, up / 2**19)) if dtype == "bfloat16" and not by_unit else 0
+        code = KERNEL_CODE * (1 + min(1, up / 2**19)) if dtype == "bfloat16" and not in_tiles else 0
         total += threads * THREAD_BYTES + int(code)
     if backend.torch:
         total += _torch_tiles(spec, dtype, threads)
@@ -79,13 +79,13 @@ def _torch_tiles(spec: ModelSpec, dtype: str, threads: int) -> int:
     return min(threads, tiles) * (float_tile + coded) + int(code)
 
 
-def _attend_bytes(spec: ModelSpec, threads: int, backend: Backend, by_unit: bool) -> int:
+def _attend_bytes(spec: ModelSpec, threads: int, backend: Backend, in_tiles: bool) -> int:
     """What the compute threads hold while each attends with a group of heads: by torch in float32,
     or in tiles of bfloat16 (native/mla_tiles.cpp)."""
     m, kda = spec.mla, spec.kda
     groups = -(-m.heads // HEAD_GROUP)
     block = HEAD_GROUP * LATENT_BLOCK * (2 * (m.nope + m.v) + m.nope + m.rope + 2 * ROW_TILE) * 4
-    if by_unit:
+    if in_tiles:
         nope, rope, v = (align_up(size, 32) for size in (m.nope, m.rope, m.v))
         packed = max(PACKED_LATENTS, 2 * LATENT_BLOCK * align_up(m.latent + 32, 32))
         operands = 2 * LATENT_BLOCK * (nope + rope + v + 6 * ROW_TILE) + 4 * LATENT_BLOCK * max(
@@ -132,7 +132,7 @@ def kept_buffers(spec: ModelSpec, dtype: str, rows: int, decoding: int, backend:
         return 0
     a, parts = ITEM[dtype], mlps(spec, rows)
     widest = max(spec.hidden, spec.kda.width, spec.mla.heads * spec.mla.v)
-    by_tiles = backend.matrix_unit and dtype == "bfloat16"
+    by_tiles = backend.tiles and dtype == "bfloat16"
     one_by_one = min(rows, decoding) if by_tiles else rows
     x = min(X_ROWS, one_by_one) * widest * 4
     middle = rounded = 0

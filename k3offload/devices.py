@@ -102,7 +102,7 @@ def device_demand(
     every = layout.globals()
     head = head_tensors(layout) or [every["embed_tokens.weight"]]
     small = [t for t in every.values() if t not in head and t.name != "embed_tokens.weight"]
-    quiet = Backend(native=False, matrix_unit=False, torch=False)
+    quiet = Backend(native=False, tiles=False, torch=False)
     return Demand(
         base=reserve,
         tiles=0,

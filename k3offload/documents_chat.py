@@ -6,6 +6,7 @@ they are encoded.  A field that cannot be honoured is refused by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -35,6 +36,8 @@ AS_IT_IS: Final[Mapping[str, Any]] = {
     "frequency_penalty": 0,
     "logit_bias": {},
 }
+#: Lists and objects inside one another; how far Python can go depends on who calls it.
+DEEPEST: Final = 200
 
 Refuse = Callable[[str, str], DocumentError]
 
@@ -50,6 +53,8 @@ def read_chat(given: Mapping[str, Any], refuse: Refuse) -> tuple[dict[str, Any],
     if not isinstance(chat.get("messages"), list):
         what = f"messages that are {kind_of(chat['messages'])}" if "messages" in chat else "none"
         raise refuse(f"has {what} in its body, and needs a list of messages", "Give it.")
+    if wrong := _unwritable(chat):
+        raise refuse(f"has {wrong} in its body", "Nobody could write it down as JSON. Change it.")
     if (strict := _strict(chat.get("response_format"))) is not None:
         raise refuse(
             f"asks for response_format.json_schema.strict: {short(strict)}, which cannot be done",
@@ -62,6 +67,20 @@ def read_chat(given: Mapping[str, Any], refuse: Refuse) -> tuple[dict[str, Any],
     if most:
         rest["max_tokens"] = most[0]
     return chat, rest
+
+
+def _unwritable(value: Any) -> str:
+    """What in ``value`` has no form in JSON that all can write, who have to: a number that was too
+    large to read (``1e999``), or what is nested too deeply.  '' if nothing."""
+    layer = [value]
+    for _ in range(DEEPEST):
+        if any(isinstance(one, float) and not math.isfinite(one) for one in layer):
+            return "a number that is too large"
+        parts = (one.values() if isinstance(one, Mapping) else one
+                 for one in layer if isinstance(one, Mapping | list))  # fmt: skip
+        if not (layer := [inner for part in parts for inner in part]):
+            return ""
+    return f"more than {DEEPEST} lists and objects inside one another"
 
 
 def _strict(given: Any) -> Any:

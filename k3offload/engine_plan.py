@@ -28,9 +28,9 @@ def backend_of(kernels: Kernels) -> Backend:
     """What the memory plan has to know about the kernels."""
     # prompt attention is counted by itself, whatever computes the rest
     backends = {backend for op, backend in kernels.chosen.items() if op != "mla_prefill"}
-    unit = kernels.isa in native.TILES
-    attends = unit and kernels.chosen["mla_prefill"] == NATIVE
-    return Backend(NATIVE in backends, unit, backends != {NATIVE}, attends)
+    tiles = kernels.isa in native.TILES
+    attends = tiles and kernels.chosen["mla_prefill"] == NATIVE
+    return Backend(NATIVE in backends, tiles, backends != {NATIVE}, attends)
 
 
 def plan_engine(engine: Engine, checkpoint: Checkpoint) -> tuple[Plan, Accelerator | None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from k3offload.run_batch import digest_of
 from tests.test_documents_jsonl import jsonl, refused, request
 
 CHAT = "/v1/chat/completions"
@@ -50,6 +52,18 @@ def test_whether_to_think(
     assert found.chat.get("reasoning_effort") == effort
 
 
+def tools_of(parameters: object) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Lists and objects inside one another."""
+    value: dict[str, Any] = {}
+    for _ in range(depth // 2 - 1):
+        value = {"a": [value]}
+    return value
+
+
 STRICT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": True}}
 
 
@@ -71,8 +85,20 @@ STRICT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "str
         ({"thinking": {"type": "disabled"}, "reasoning_effort": "low"}, "says two things"),
         ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, "says two things"),
         ({"top_p": 2}, "cannot be sampled"),
+        ({"tools": tools_of(nested(300))}, "has more than 200 lists and objects inside one"),
     ],
 )
 def test_refused_by_name(body: dict[str, Any], message: str, tmp_path: Path) -> None:
     whole = {name: value for name, value in ({"messages": ASK} | body).items() if value is not ...}
     assert message in refused(tmp_path, request(whole, url=CHAT))
+
+
+def test_what_cannot_be_written_down_again(tmp_path: Path) -> None:
+    """A number that JSON has and no float: it would end the run where the answer is hashed."""
+    line = json.dumps(chat(tools=tools_of({"maximum": "BIG"})))
+    for number in ("1e999", "-1e999"):
+        (found,) = jsonl(tmp_path, line.replace('"BIG"', number))
+        assert "has a number that is too large in its body" in str(found.error)
+    (found,) = jsonl(tmp_path, chat(tools=tools_of(nested(190)), seed=1))
+    assert found.error is None
+    assert digest_of("", found)

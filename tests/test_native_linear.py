@@ -49,6 +49,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+#: All that compute in tiles, and the one in force.
+TILES = [one for one in native.isas() if one in native.TILES] or native.isas()[:1] or ["none"]
 needs_library = pytest.mark.skipif(not native.available(), reason="the library was not built")
 
 
@@ -161,8 +163,8 @@ def test_bits(isa: str, kind: str, decode: bool) -> None:
         workers.close()
 
 
-@needs_library
-def test_many_rows_are_as_few() -> None:
+@pytest.mark.parametrize("isa", TILES, indirect=True)
+def test_many_rows_are_as_few(isa: str) -> None:
     """More rows than are computed at a time, in both families."""
     for dtype in DTYPES:
         weight, x = draw("mxfp4", 96, 1184), rows(1184, dtype, 530)
@@ -266,9 +268,9 @@ def test_experts(isa: str, kinds: str, decode: bool) -> None:
         pool.close()
 
 
-@needs_library
+@pytest.mark.parametrize("isa", TILES, indirect=True)
 @pytest.mark.parametrize("decode", [True, False])
-def test_experts_with_more_rows_than_are_computed_at_a_time(decode: bool) -> None:
+def test_experts_with_more_rows_than_are_computed_at_a_time(isa: str, decode: bool) -> None:
     x = rows(64, torch.bfloat16, 1100) / 8
     job = Job(draw("mxfp4", 4096, 64), draw("mxfp4", 4096, 64, 1), draw("mxfp4", 64, 4096, 2))
     base = experts_native.experts(x, [job], ACT, SOLO, decode)

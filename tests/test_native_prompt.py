@@ -3,6 +3,7 @@ of K3 and sizes that fit no tile, latents that are packed in several goes, who c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -23,6 +24,13 @@ pytestmark = pytest.mark.skipif(not TILES, reason="no products of bfloat16 here"
 if native.available():
     from k3offload.kernels import mla_prefill_native
 SOLO = Workers(1)
+
+
+@pytest.fixture(autouse=True, params=TILES or ["none"])
+def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every set that computes in tiles, and not only the best one that is here."""
+    with native.using(request.param):
+        yield
 
 
 class Sizes(NamedTuple):
