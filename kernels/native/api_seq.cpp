@@ -177,7 +177,7 @@ K3_API int k3_mla_decode(Pool* pool, int type, int block_type, int up_type, int 
 }
 
 #if !defined(__x86_64__)
-void k3::mla_prompt(const PromptArgs&, int64_t, int64_t) {}  // nothing else has the matrix unit
+void k3::mla_prompt(const PromptArgs&, int64_t, int64_t) {}  // nothing else has tiles
 #endif
 
 // fields: for each query the addresses of q and out, its rows and its position.  heads_each, part: as of
