@@ -66,4 +66,4 @@ def test_who_offers_to_record_does() -> None:
             assert {"--trace", "--trace-with"} <= options, name
         if "open_model" in inspect.unwrap(command.callback).__code__.co_names:
             named.add(name)
-    assert offered == named == {"generate", "chat", "batch", "logits"}
+    assert offered == named == {"generate", "chat", "batch", "logits", "serve"}

@@ -207,7 +207,7 @@ def test_a_long_prompt_shows_how_long_it_takes(server: Server, opened: Callable[
     answer = ask(page, 40 * "And he said unto them. ", max_tokens="12")
     waiting = answer.locator(".wait")
     expect(waiting).to_have_text(
-        re.compile(r"Reading its prompt, [\d,]+ of [\d,]+ tokens, about .* s left\.")
+        re.compile(r"Reading its prompt, [\d,]+ of [\d,]+ tokens, about .*s left\.")
     )
     expect(waiting.locator(".bar > div")).to_have_attribute("style", re.compile(r"width: [1-9]"))
     expect(page.locator("#now")).to_contain_text("tokens of prompts")

@@ -87,7 +87,7 @@ class Run:
 
     def workers(self, count: int) -> list[int]:
         """Processes that were told of, once there are so many."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + 180
         while len(found := WORKER.findall("".join(self.said))) < count:
             assert time.monotonic() < until and self.process.poll() is None, "".join(self.said)
             time.sleep(0.01)
