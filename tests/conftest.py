@@ -25,8 +25,8 @@ for _name in ("kernels", "tiers", "scheduler"):
             "git (core.symlinks=true) or make the three links by hand."
         )
 
-#: Long, and most of few tests: begun last, one would keep a worker while the others idle.  What takes
-#: all processors does not begin beside Ray, which waits for processes to start.
+#: Long, and most of few tests: begun last, one would keep a worker while the others idle.  What
+#: takes all processors does not begin beside Ray, which waits for processes to start.
 LONGEST = (
     "test_ray", "test_memory", "test_memory_skewed", "test_cli_batch", "test_evaluate_operators",
     "test_kernels_offline", "test_triton_linear", "test_triton_rows", "test_report_browser",
