@@ -18,20 +18,13 @@
 namespace k3 {
 namespace {
 
-struct Avx512 {
-    using Vec = __m512;
-    static constexpr int LANES = 16, PER_LANE = 1;
+struct Avx512 : Avx512Base {
+    static constexpr int PER_LANE = 1;
     static constexpr int ROWS = 8, X_BYTES = 24 << 10;
     static constexpr bool ROOMY = false;
-    static constexpr int AHEAD = 2048;
 
-    static Vec zero() { return _mm512_setzero_ps(); }
-    static Vec load(const float* p) { return _mm512_loadu_ps(p); }
-    static void pin(Vec& a) { asm("" : "+v"(a)); }
     static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
     static Vec dot(Vec a, Vec b, Vec c) { return fma(a, b, c); }
-    static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-    static float sum(Vec a) { return _mm512_reduce_add_ps(a); }
 
     // Accumulators: 16 of 32 registers.
     template <class D>
@@ -51,21 +44,13 @@ struct Avx512 {
         Vec scale() const { return raw; }
     };
 
-    struct Bf16 {
-        static constexpr int COLUMNS = 32, VECTORS = 2, INTERLEAVE = 2, BYTES = 64;
-        static constexpr bool SCALED = false;
-        static constexpr int SCALE_BYTES = 0;
-        __m512i raw;
-        void load(const uint8_t* p, int64_t columns, const uint8_t*) {
-            raw = columns == 32 ? _mm512_loadu_si512(p)
-                                : _mm512_maskz_loadu_epi16((1u << columns) - 1, p);
-        }
+    struct Bf16 : Bf16Bytes {
+        static constexpr int VECTORS = 2, INTERLEAVE = 2;
         Vec vec(int j) const {
             return _mm512_castsi512_ps(
                 j ? _mm512_and_si512(raw, _mm512_set1_epi32(int(0xffff0000)))
                   : _mm512_slli_epi32(raw, 16));
         }
-        Vec scale() const { return zero(); }
     };
 
     struct F16 {
@@ -98,29 +83,14 @@ struct Avx512 {
         }
     };
 
-    struct Mxfp4 {
-        static constexpr int COLUMNS = 128, VECTORS = 8, INTERLEAVE = 8, BYTES = 64;
-        static constexpr bool SCALED = true;
-        static constexpr int SCALE_BYTES = 4;
+    struct Mxfp4 : Mxfp4Bytes {
+        static constexpr int VECTORS = 8, INTERLEAVE = 8;
         typedef uint32_t Words __attribute__((vector_size(64)));
-        __m512i raw;
-        uint32_t four;
-        void load(const uint8_t* p, int64_t columns, const uint8_t* s) {
-            four = 0;
-            if (columns == 128) {
-                raw = _mm512_loadu_si512(p);
-                std::memcpy(&four, s, 4);
-            } else {
-                raw = _mm512_maskz_loadu_epi32((1 << columns / 8) - 1, p);
-                for (int64_t i = 0; i < columns / 32; i++) four |= uint32_t(s[i]) << 8 * i;
-            }
-        }
         Vec vec(int j) const {
             const Vec table = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f,
                                              -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
             return _mm512_permutexvar_ps(__m512i(Words(raw) >> (4 * j)), table);
         }
-        Vec scale() const { return mxfp4_scales(four); }
     };
 
     // The whole chunks of a bfloat16 row in vectors; returns how many columns that is.

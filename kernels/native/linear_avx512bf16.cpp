@@ -21,22 +21,15 @@
 namespace k3 {
 namespace {
 
-struct Avx512Bf16 {
-    using Vec = __m512;
-    static constexpr int LANES = 16, PER_LANE = 2;
+struct Avx512Bf16 : Avx512Base {
+    static constexpr int PER_LANE = 2;
     static constexpr int ROWS = 6, X_BYTES = 16 << 10;
     static constexpr bool ROOMY = true;
-    static constexpr int AHEAD = 2048;
 
-    static Vec zero() { return _mm512_setzero_ps(); }
-    static Vec load(const float* p) { return _mm512_loadu_ps(p); }
-    static void pin(Vec& a) { asm("" : "+v"(a)); }
     static Vec dot(Vec a, Vec b, Vec c) {
         return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
     }
     static Vec mul(Vec a, Vec b) { return dot(a, b, zero()); }
-    static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-    static float sum(Vec a) { return _mm512_reduce_add_ps(a); }
 
     // Sums, and totals beside them where there are scales: at most 24 of 32 registers.
     template <class D>
@@ -44,17 +37,9 @@ struct Avx512Bf16 {
         return rb <= (D::SCALED ? 3 : 6) ? 4 : 2;
     }
 
-    struct Bf16 {
-        static constexpr int COLUMNS = 32, VECTORS = 1, BYTES = 64;
-        static constexpr bool SCALED = false;
-        static constexpr int SCALE_BYTES = 0;
-        __m512i raw;
-        void load(const uint8_t* p, int64_t columns, const uint8_t*) {
-            raw = columns == 32 ? _mm512_loadu_si512(p)
-                                : _mm512_maskz_loadu_epi16((1u << columns) - 1, p);
-        }
+    struct Bf16 : Bf16Bytes {
+        static constexpr int VECTORS = 1;
         Vec vec(int) const { return _mm512_castsi512_ps(raw); }
-        Vec scale() const { return zero(); }
     };
 
     struct Int8 {
@@ -79,22 +64,8 @@ struct Avx512Bf16 {
         }
     };
 
-    struct Mxfp4 {
-        static constexpr int COLUMNS = 128, VECTORS = 4, BYTES = 64;
-        static constexpr bool SCALED = true;
-        static constexpr int SCALE_BYTES = 4;
-        __m512i raw;
-        uint32_t four;
-        void load(const uint8_t* p, int64_t columns, const uint8_t* s) {
-            four = 0;
-            if (columns == 128) {
-                raw = _mm512_loadu_si512(p);
-                std::memcpy(&four, s, 4);
-            } else {
-                raw = _mm512_maskz_loadu_epi32((1 << columns / 8) - 1, p);
-                for (int64_t i = 0; i < columns / 32; i++) four |= uint32_t(s[i]) << 8 * i;
-            }
-        }
+    struct Mxfp4 : Mxfp4Bytes {
+        static constexpr int VECTORS = 4;
         Vec vec(int j) const {
             alignas(64) static constexpr uint16_t CODES[32] = {
                 0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
@@ -104,7 +75,6 @@ struct Avx512Bf16 {
             const __m512i word = j ? _mm512_srli_epi16(raw, 4 * j) : raw;
             return _mm512_castsi512_ps(_mm512_permutexvar_epi16(word, _mm512_load_si512(CODES)));
         }
-        Vec scale() const { return mxfp4_scales(four); }
     };
 };
 
