@@ -21,7 +21,7 @@ from .config import parse_size
 from .errors import UsageError
 from .machine import default_threads
 from .registry import chosen, names, short
-from .scheduler.belady import Belady
+from .scheduler.belady import fewest_misses
 from .scheduler.counts import Counts
 from .scheduler.hints import Predictor
 from .scheduler.replay import Cache, Leases, Requests, Step, replay
@@ -267,7 +267,7 @@ class _Heard(Cache):
 
 def _bounds(run: Iterable[Step], slots: int, size: int, distinct: int) -> Bounds:
     lru = chosen("policy", BASELINE)
-    least = replay(run, Belady(run), slots, size).bytes
+    least = fewest_misses(run, slots) * size
     return Bounds(replay(run, lru(slots), slots, size).bytes, least, distinct * size)
 
 

@@ -59,11 +59,12 @@ class Policy:
 
     def insert(self, page: PageId) -> None:
         self.hit(page)
-        self._guard.insert(page)
+        guard = self._guard
+        guard.insert(page)
         self._misses += 1
         if self._thought is None and not self._idle:
             self._rank.add(page)
-            if self._guard.ahead <= max(self._guard.floor, self._best - 2 * self._stake):
+            if guard.ahead <= guard.floor or guard.ahead <= self._best - 2 * self._stake:
                 self._begin_trial()
 
     def forget(self, page: PageId) -> None:
@@ -109,7 +110,8 @@ class Policy:
             scores = np.zeros(len(experts), np.uint8)
             np.maximum.at(scores, place, np.concatenate([row[1] for row in self._news]))
         self._news.clear()
-        layer, chosen = self._rank.layer, np.sort(experts[scores >= CHOSEN])
+        layer, chosen = self._rank.layer, experts[scores >= CHOSEN]
+        chosen.sort()
         pages = self._rank.revalue(layer, self._model.visit(layer, experts, scores), chosen)
         if len(pages) <= self._slots:
             self._ask(pages)

@@ -18,6 +18,7 @@ estimate of then (n-step temporal difference, R. Sutton 1988).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ MIX_PRIOR = 0.01
 PRODUCT = 200_000  #: multiplications of one matrix product, at most
 
 _HALF = np.array([*USES, *SCORES], np.float64)
+UNIT = np.eye(BLOCK, dtype=np.float32)
 RATES: F32 = np.array([*(1 - 0.5 ** (1 / _HALF)), 1 - RECENT], np.float32)[:, None]
 
 
@@ -51,8 +53,8 @@ def memory(layers: int, experts: int) -> int:
     """Bytes that the models of ``layers`` layers of ``experts`` experts take."""
     count = layers * experts
     width = _width(count) + 1
-    numbers = OWN + (AHEAD + 1) * FEATURES + BLOCK + 2 + width
-    return count * (4 * numbers + AHEAD + 1 + 8) + 3 * 4 * width**2
+    numbers = (AHEAD + 1) * FEATURES + BLOCK + 2 + width
+    return count * (4 * numbers + 8) + 3 * 4 * width**2
 
 
 def _width(experts: int) -> int:
@@ -64,10 +66,43 @@ def _width(experts: int) -> int:
 def times(a: F32, b: F32) -> F32:
     """``a @ b`` in pieces so small that the BLAS stays on the calling thread: its own threads spin
     for a while after each product and would take the processors from the model."""
-    step = max(1, PRODUCT // (a.shape[0] * a.shape[1]))
-    if b.shape[1] <= step:
-        return a @ b
-    return np.concatenate([a @ b[:, i : i + step] for i in range(0, b.shape[1], step)], axis=1)
+    return np.concatenate([a @ b[:, some] for some in _pieces(a, b)], axis=1)
+
+
+def add_times(c: F32, a: F32, b: F32) -> None:
+    """``c += times(a, b)``"""
+    for some in _pieces(a, b):
+        c[:, some] += a @ b[:, some]
+
+
+def _pieces(a: F32, b: F32) -> Iterator[slice]:
+    """Columns of ``b``, some at a time."""
+    step = max(1, PRODUCT // a.size)
+    return (slice(i, i + step) for i in range(0, b.shape[1], step))
+
+
+def _clip(value: F32, out: F32) -> F32:
+    """``value`` between 0 and 1; quicker than ``np.clip``."""
+    np.maximum(value, 0, out=out)
+    return np.minimum(out, 1, out=out)
+
+
+def seen(before: F32, now: F32, experts: Experts, scores: Scores) -> tuple[F32, Experts]:
+    """The numbers kept of each expert go from ``before`` some way to what this visit says of it,
+    which is nothing of most.  Returns ``now``, where they are put, and the chosen ones."""
+    chosen = scores >= CHOSEN
+    np.multiply(before, -RATES, out=now)
+    now += before
+    old = before.take(experts, axis=1)
+    said = np.zeros_like(old)
+    said[: len(USES)] = chosen
+    said[len(USES) : -1] = scores * np.float32(1 / 255)
+    said -= old
+    said *= RATES
+    said += old
+    said[-1, chosen] = 1
+    now[:, experts] = said
+    return now, experts[chosen]
 
 
 class _Layer:
@@ -76,9 +111,9 @@ class _Layer:
     def __init__(self, experts: int, width: int, usual: F32) -> None:
         """``usual`` [OWN]: what an expert of which nothing is known begins with."""
         self.visits = 0
-        self.own: F32 = np.repeat(usual[:, None], experts, axis=1)
         self.features: F32 = np.zeros((AHEAD + 1, FEATURES, experts), np.float32)
-        self.used = np.zeros((AHEAD + 1, experts), bool)
+        self.own: F32 = np.repeat(usual[:, None], experts, axis=1)  # later in ``features``
+        self.used: list[Experts] = [np.zeros(0, np.int64)] * (AHEAD + 1)
         self.contexts: F32 = np.zeros((AHEAD + 1, width), np.float32)
         self.weights: F32 = np.zeros((width, experts), np.float32)
         self.value: F32 = np.zeros(experts, np.float32)
@@ -96,7 +131,7 @@ class _Layer:
 
         mean = self.own.mean(axis=1, keepdims=True)
         self.own = np.concatenate([self.own, np.repeat(mean, more, axis=1)], axis=1)
-        self.features, self.used = wider(self.features), wider(self.used)
+        self.features = wider(self.features)
         self.weights, self.value = wider(self.weights), wider(self.value)
         self.bucket, self.sign = wider(self.bucket, -1), wider(self.sign)
         self.targets = [wider(target) for target in self.targets]
@@ -119,7 +154,7 @@ class Reuse:
     def visit(self, layer: int, experts: Experts, scores: Scores) -> F32:
         """The router of ``layer`` gave the distinct ``experts`` these ``scores``.  Returns the
         values of the layer's experts; in the first sweep, which shows the sizes, all are 0."""
-        size = -(-(int(experts.max()) + 1) // 16) * 16
+        size = -(-(max(experts.tolist()) + 1) // 16) * 16
         if not self._inverse.size:
             if layer not in self._sizes:
                 self._sizes[layer] = size
@@ -130,24 +165,14 @@ class Reuse:
         self._last = layer
         state = self._layer(layer, size, scores)
         now = state.visits % (AHEAD + 1)
-        used = state.used[now]
-        used[:] = False
-        used[experts[scores >= CHOSEN]] = True
-        signal = np.zeros_like(state.own)
-        signal[: len(USES)] = used
-        signal[len(USES) : -1, experts] = scores * np.float32(1 / 255)
-        signal -= state.own
-        signal *= RATES
-        state.own += signal
-        state.own[-1, used] = 1
+        context, features = state.contexts[now], state.features[now]
+        state.own, state.used[now] = seen(state.own, features[:OWN], experts, scores)
         self._hear(state, experts, scores)
         crowd = max(1.0, self._buckets / self._context.size)
-        context, features = state.contexts[now], state.features[now]
         np.multiply(self._context, np.float32(crowd**-0.5 / 255), out=context[:-1])
         context[-1] = 1
-        features[:OWN] = state.own
         features[OWN] = 1
-        np.clip(context @ state.weights, 0, 1, out=features[-1])
+        _clip(context @ state.weights, features[-1])
         state.value = self._mix @ features
         state.visits += 1
         if state.visits > AHEAD:
@@ -188,10 +213,10 @@ class Reuse:
 
     def _learn(self, state: _Layer) -> None:
         """From the visit ``AHEAD`` visits ago."""
-        newest = state.visits - 1
-        target = np.clip(state.value, 0, 1)
+        newest, keep = state.visits - 1, np.float32(self.keep)
+        target = _clip(state.value, np.empty_like(state.value))
         for visit in range(newest, newest - AHEAD, -1):
-            target *= np.float32(self.keep)
+            target *= keep
             target[state.used[visit % (AHEAD + 1)]] = 1
         then = (newest - AHEAD) % (AHEAD + 1)
         features = state.features[then]
@@ -207,9 +232,9 @@ class Reuse:
         state.inputs.clear()
         state.targets.clear()
         towards = times(x, self._inverse)
-        spread = np.eye(BLOCK, dtype=np.float32) + towards @ x.T
+        spread = UNIT + towards @ x.T
         gain = np.linalg.solve(spread, towards)
-        state.weights += times(np.ascontiguousarray(gain.T), y - times(x, state.weights))
+        add_times(state.weights, np.ascontiguousarray(gain.T), y - times(x, state.weights))
         if state is next(iter(self._layers.values())):  # one layer speaks for all
             doubt = DOUBT * BLOCK
             self._inverse -= times(np.ascontiguousarray(towards.T), gain)

@@ -42,28 +42,31 @@ class _Row:
 class _Worth(dict[PageId, float]):
     """What pages are worth, worked out when it is first asked for."""
 
-    def __init__(self, work_out: Callable[[PageId], float]) -> None:
+    def __init__(self, rows: list[_Row]) -> None:
         super().__init__()
-        self._work_out = work_out
+        self._rows = rows
+        self.decay: F32 = np.zeros(0, np.float32)  # of each layer as seen from the present one
 
     def __missing__(self, page: PageId) -> float:
-        value = self[page] = self._work_out(page)
-        return value
+        layer, expert = page
+        found = self[page] = float(self._rows[layer].value[expert] * self.decay[layer])
+        return found
 
 
 class Rank:
     """The ranked pages are those added and not removed since."""
 
     def __init__(self) -> None:
-        self._worth = _Worth(self._work_out)  # as long as no value changes and nobody moves
+        self._rows: list[_Row] = []  # by layer number
+        self._worth = _Worth(self._rows)  # as long as no value changes and nobody moves
         self.worth: Callable[[PageId], float] = self._worth.__getitem__  #: as seen from here
         self.layer = -1  #: where on the circle we are
-        self._rows: list[_Row] = []  # by layer number
         self._low: F32 = np.zeros(0, np.float32)  # smallest key of each row
         self._circle: F32 = self._low  # decay by distance, twice around
-        self._decay: F32 = self._low  # of each layer as seen from the present one
         self._keep = self._bent = 1.0  # decay of one round: wanted, and in ``_circle``
         self._leased = -1  # a layer some of whose pages are left out
+        self._least: PageId | None = None  # as ``least`` has found it, while nothing is below it
+        self._bar = INF  # what it is worth
 
     def go_to(self, layer: int, keep: float) -> None:
         """``layer`` is visited; values decay by ``keep`` in one round."""
@@ -80,24 +83,27 @@ class Rank:
         np.maximum(value, LEAST, out=row.value[: len(value)])
         if self._leased not in (-1, layer):
             self._renew(self._leased)
-        self._renew(layer)
         self._leased = layer
-        row.key[leased] = INF
-        self._find_low(layer, row)
-        return [row.pages[expert] for expert in leased.tolist()]
+        self._renew(layer, leased)
+        return list(map(row.pages.__getitem__, leased.tolist()))
 
     def add(self, page: PageId) -> None:
-        row = self._row(page.layer, page.expert)
-        row.here[page.expert] = True
-        self._offer(row, page)
+        layer, expert = page
+        row = self._row(layer, expert)
+        row.here[expert] = True
+        self._offer(row, layer, expert)
 
     def remove(self, page: PageId) -> None:
-        row, expert = self._rows[page.layer], page.expert
+        layer, expert = page
+        row = self._rows[layer]
         row.here[expert] = False
-        low = row.key[expert] <= self._low[page.layer]
-        row.key[expert] = INF
+        key = row.key
+        low = key[expert] <= self._low[layer]
+        key[expert] = INF
         if low:
-            self._find_low(page.layer, row)
+            self._find_low(layer, row)
+        if page == self._least:
+            self._least = None
 
     def reset(self, pages: Iterable[PageId]) -> None:
         """These are the pages from now on."""
@@ -105,18 +111,20 @@ class Rank:
             row.here[:] = False
             row.key[:] = INF
             self._low[layer] = INF
+        self._least = None
         for page in pages:
             self.add(page)
 
-    def _work_out(self, page: PageId) -> float:
-        return float(self._rows[page.layer].value[page.expert] * self._decay[page.layer])
-
     def least(self, busy: Callable[[PageId], bool]) -> PageId | None:
         """The page needed least of those not ``busy``; None if there is none."""
+        found = self._least
+        if found is not None and not busy(found):
+            return found
         held: list[PageId] = []
-        found: PageId | None = None
+        found = self._least = None
         while found is None:
-            layer = int((self._low * self._decay).argmin())
+            worth = self._low * self._worth.decay
+            layer = int(worth.argmin())
             row = self._rows[layer]  # of a layer without experts, if no other has any left
             if self._low[layer] == INF:
                 if self._leased == -1:
@@ -131,20 +139,22 @@ class Rank:
                 self._find_low(layer, row)
                 held.append(page)
             else:
-                found = page
-        for other in held:
-            self._offer(self._rows[other.layer], other)
+                found, self._bar = page, worth[layer]
+        self._least = found
+        for layer, expert in held:
+            self._offer(self._rows[layer], layer, expert)
         return found
 
     def _look(self) -> None:
         """Work out ``_decay``."""
         self._worth.clear()
+        self._least = None
         count = len(self._rows)
         if 2 * count != len(self._circle) or self._keep != self._bent:
             distance = np.arange(1, count + 1, dtype=np.float32) / np.float32(count)
             self._circle = np.tile(np.float32(self._keep) ** distance, 2)
             self._bent = self._keep
-        self._decay = self._circle[count - self.layer - 1 : 2 * count - self.layer - 1]
+        self._worth.decay = self._circle[count - self.layer - 1 : 2 * count - self.layer - 1]
 
     def _row(self, layer: int, expert: int) -> _Row:
         if layer >= len(self._rows):
@@ -160,13 +170,21 @@ class Rank:
     def _find_low(self, layer: int, row: _Row) -> None:
         self._low[layer] = row.key[row.key.argmin()]  # quicker than min()
 
-    def _renew(self, layer: int) -> None:
+    def _renew(self, layer: int, leased: Experts | None = None) -> None:
+        """Keys of a layer, those of the ``leased`` left out."""
         row = self._rows[layer]
         row.key.fill(INF)
         np.copyto(row.key, row.value, where=row.here)
+        if leased is not None:
+            row.key[leased] = INF
+        self._least = None
         self._find_low(layer, row)
 
-    def _offer(self, row: _Row, page: PageId) -> None:
-        row.key[page.expert] = value = row.value[page.expert]
-        if value < self._low[page.layer]:
-            self._low[page.layer] = value
+    def _offer(self, row: _Row, layer: int, expert: int) -> None:
+        row.key[expert] = value = row.value[expert]
+        if value <= self._low[layer]:
+            self._low[layer] = value
+            if (
+                value * self._worth.decay[layer] <= self._bar
+            ):  # of equals the first one is the least
+                self._least = None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
 
 from k3offload import registry
-from k3offload.scheduler.belady import Belady
+from k3offload.scheduler.belady import Belady, fewest_misses
 from k3offload.scheduler.counts import Counts
 from k3offload.scheduler.policy_lru import Policy as Lru
-from k3offload.scheduler.replay import Cache, Leases, Requests, check, replay
+from k3offload.scheduler.replay import Cache, Leases, Requests, Step, check, replay
 from k3offload.scheduler.replay_tiers import Link, ModelTier
 from k3offload.scheduler.replay_timed import Guessed, Pace, replay_timed
 from k3offload.tiers.base import PageId
@@ -79,6 +79,23 @@ def test_lru_is_mattsons_stack(seed: int) -> None:
     for slots in (1, 2, 5, 11, 30):
         far = sum(1 for d in distances if d is None or d > slots)
         assert replay(run, Lru(slots), slots).misses == far
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_quick_way_to_the_minimum_is_as_belady_replayed(seed: int) -> None:
+    """Sweeps of several rows, many blocks of leases, one page at a time; also in waves."""
+    rng = np.random.default_rng(seed)
+    many = np.argsort(rng.random((500, 3, 20)) ** 3, axis=2)[..., :4]
+    runs: list[Iterable[Step]] = [
+        single(seed), random_run(seed, 40, 3, 12, 3), Leases((1, 4, 5), many),
+        Leases((1, 4, 5), many, np.arange(500) // 3),
+    ]  # fmt: skip
+    asked = Requests()
+    for page in flat(single(seed)):
+        asked.add(page)
+    for run in [*runs, asked]:
+        for slots in (2, 7, 15, 31, 90):
+            assert fewest_misses(run, slots) == replay(run, Belady(run), slots).misses
 
 
 def test_a_cache_of_everything_reads_each_page_once() -> None:
