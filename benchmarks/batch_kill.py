@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import machine, note, some_words
+from benchmarks.run import machine, some_words, tell
 from k3offload.session_manifest import read_manifest
 
 #: The command, but every sweep is told and not one a second.
@@ -165,9 +165,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="k3-batch-") as folder:
         facts = measure(given, Path(folder))
     line = {"benchmark": "batch_kill", **machine(), "save_every": given.save_every, **facts}
-    note(line)
-    for name, value in line.items():
-        print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+    tell(line)
 
 
 if __name__ == "__main__":

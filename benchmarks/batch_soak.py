@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.run import machine, note, some_words
+from benchmarks.run import machine, some_words, tell
 from k3offload.batch_results import Result, Tally
 from k3offload.bench_batch import same_answers
 from k3offload.documents import Document
@@ -135,9 +135,7 @@ def main() -> None:
     parser.add_argument("--solo", type=int, default=50)
     parser.add_argument("--bad", type=int, default=10)
     line = {"benchmark": "batch_soak", **machine(), **measure(parser.parse_args())}
-    note(line)
-    for name, value in line.items():
-        print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+    tell(line)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 from k3offload.contention import Background, machine
 
-__all__ = ["ROOT", "contention", "machine", "need_room", "note", "some_words"]
+__all__ = ["ROOT", "contention", "machine", "need_room", "note", "some_words", "tell"]
 
 ROOT = Path(__file__).parent
 WORDS = "and it came to pass that the people of the city went up in those days"
@@ -40,6 +40,13 @@ def note(facts: dict[str, Any]) -> None:
     results.mkdir(exist_ok=True)
     with (results / f"{name}.jsonl").open("a") as file:
         file.write(json.dumps(facts) + "\n")
+
+
+def tell(line: dict[str, Any]) -> None:
+    """``note`` a line, and print it."""
+    note(line)
+    for name, value in line.items():
+        print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
 
 
 def need_room(gigabytes: int) -> None:

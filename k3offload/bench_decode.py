@@ -21,6 +21,7 @@ from .bench_engine import (
     Accounts,
     Clock,
     about_model,
+    bounded,
     cache_of,
     computed_by,
     digest,
@@ -29,6 +30,7 @@ from .bench_engine import (
     line_rate,
     model_of,
     must_have_room,
+    opener,
     room_to_read,
     scan_rate,
     tokens_of,
@@ -36,7 +38,6 @@ from .bench_engine import (
 from .bench_frame import Frame, median
 from .bench_policies import NOTHING
 from .engine import Engine
-from .loading import open_engine
 from .machine import default_threads
 from .options import PREDICT
 from .paths import show_path
@@ -96,9 +97,7 @@ def decode(
     count = WARM + steps.tokens
     sizes = {"context": steps.context + count, "answer": count, "extra": room_to_read(checkpoint)}
 
-    def opened(**more: Any) -> Engine:
-        return open_engine(model, lambda tokenizer, spec: sizes, **{**options, **more})
-
+    opened = opener(model, sizes, options)
     about = {
         **about_model(checkpoint, options), "tokens": steps.tokens, "context": steps.context,
         "text": digest(steps.text),
@@ -140,13 +139,7 @@ def _streamed(
     before = line_rate(engine.checkpoint, seed)
     found = run_steps(engine, clock, steps, seed)
     line = statistics.mean((before, line_rate(engine.checkpoint, seed)))
-    seconds, reading = found["seconds"], found["bytes_a_step"] / line
-    useful = found["bytes"] - found["wasted_bytes"]
-    return {
-        **found, "line_rate": line, "alone_seconds": alone, "read_seconds": reading,
-        "of_bound": seconds / max(alone or 0.0, reading) if alone or reading else None,
-        "line_used": useful / (seconds * steps.tokens * line),
-    }  # fmt: skip
+    return {**found, **bounded(found, line, alone, steps.tokens)}
 
 
 def run_steps(engine: Engine, clock: Clock, steps: Steps, seed: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .engine import Engine
 from .errors import UsageError
 from .find import find_model
 from .kernels.choose import Kernels
+from .loading import open_engine
 from .measure import memory
 from .registry import short
 from .report import kernel_read_bytes
@@ -104,6 +105,31 @@ def cache_of(checkpoint: Checkpoint, share: float | None) -> tuple[str, dict[str
     if share is None:
         return "as planned", {}
     return f"{100 * share:g}%", {"cache": cache_bytes(checkpoint, share)}
+
+
+def opener(
+    model: str | Path, sizes: Mapping[str, int | None], options: Mapping[str, Any]
+) -> Callable[..., Engine]:
+    """Opens ``model`` for ``sizes`` with ``options``, and with others that it is called with."""
+
+    def opened(**more: Any) -> Engine:
+        return open_engine(model, lambda tokenizer, spec: sizes, **{**options, **more})
+
+    return opened
+
+
+def bounded(
+    found: Mapping[str, Any], line: float, alone: float | None, steps: int = 1
+) -> dict[str, Any]:
+    """Figures of ``steps`` that took ``found["seconds"]`` each, beside what bounds them: reading at
+    ``line`` bytes/s, and the seconds of computing alone, if they are known."""
+    seconds, reading = found["seconds"], found["bytes"] / steps / line
+    useful = found["bytes"] - found["wasted_bytes"]
+    return {
+        "line_rate": line, "alone_seconds": alone, "read_seconds": reading,
+        "of_bound": seconds / max(alone or 0.0, reading) if alone or reading else None,
+        "line_used": useful / (seconds * steps * line),
+    }  # fmt: skip
 
 
 def must_have_room(engine: Engine, share: float | None) -> None:
@@ -216,11 +242,9 @@ class Clock:
     def __init__(self, kernels: Kernels) -> None:
         self.seconds = 0.0
         self._inside = False
-        for name, f in list(kernels._f.items()):
-            kernels._f[name] = self._timed(f)
-        kernels.finish = self._timed(kernels.finish)  # type: ignore[method-assign]
+        kernels.wrap(self._timed)
 
-    def _timed(self, f: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, name: str, f: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **rest: Any) -> Any:
             if self._inside:
                 return f(*args, **rest)

@@ -89,6 +89,15 @@ def room(text: str, trace: Trace) -> Room:
     return Room(text, tuple(slots))
 
 
+def rooms(texts: Sequence[str], trace: Trace) -> list[Room]:
+    """``room`` of each, those of the same slots once, as written first.  Raises ``UsageError``."""
+    found: dict[tuple[int, ...], Room] = {}
+    for text in texts:
+        one = room(text, trace)
+        found.setdefault(one.slots, one)
+    return list(found.values())
+
+
 def chosen_names(kind: str, given: Sequence[str] | None, all_of: bool) -> list[str]:
     """The names of ``given``, or all that there are; also paths of files of one's own.  Raises
     ``UsageError``."""

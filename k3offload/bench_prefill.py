@@ -22,6 +22,7 @@ from .bench_engine import (
     NOT_ALONE,
     Accounts,
     about_model,
+    bounded,
     cache_of,
     computed_by,
     digest,
@@ -30,13 +31,13 @@ from .bench_engine import (
     line_rate,
     model_of,
     must_have_room,
+    opener,
     room_to_read,
     tokens_of,
 )
 from .bench_frame import Frame, median, must_be
 from .engine import Engine
 from .forecast_sizes import token_macs
-from .loading import open_engine
 from .measure import products
 from .paths import show_path
 from .scheduler.sweep import Group
@@ -82,9 +83,7 @@ def prefill(
         "extra": max(PRODUCT, room_to_read(checkpoint)),
     }  # fmt: skip
 
-    def opened(**more: Any) -> Engine:
-        return open_engine(model, lambda tokenizer, spec: sizes, **{**options, **more})
-
+    opened = opener(model, sizes, options)
     about = {
         **about_model(checkpoint, options), "sweep": sweep, "chunk": chunk, "text": digest(text),
     }  # fmt: skip
@@ -105,13 +104,7 @@ def prefill(
             must_have_room(engine, share)
             found = _prompt(engine, Touched(engine), text, chunk, count, seed)
         line = statistics.mean((before, line_rate(checkpoint, seed)))
-        reading, own = found["bytes"] / line, alone.get(count)
-        useful = found["bytes"] - found["wasted_bytes"]
-        return {
-            **found, "line_rate": line, "read_seconds": reading, "alone_seconds": own,
-            "of_bound": found["seconds"] / max(reading, own or 0.0) if reading or own else None,
-            "line_used": useful / found["seconds"] / line,
-        }  # fmt: skip
+        return {**found, **bounded(found, line, alone.get(count))}
 
     for share in shares if checkpoint.spec.expert_count else ():
         for count in tokens:

@@ -71,11 +71,11 @@ def decode(
             from .bench_decode import MEANINGS, PREDICTORS, SHARES, Steps
             from .bench_decode import decode as measure
         options = {**loading_options(how), "watch": warnings(progress)}
-        shares = _shares(share, how, SHARES)
+        shares, guessing = _shares(share, how, SHARES), list(dict.fromkeys(predictor or PREDICTORS))
         with framed("decode", bench, MEANINGS, progress, model=model) as frame:
             measure(
                 frame, model, Steps(tokens, context, words), shares=shares,
-                predictors=predictor or PREDICTORS, alone_ram=_size(alone_ram), **options,
+                predictors=guessing, alone_ram=_size(alone_ram), **options,
             )  # fmt: skip
 
 
@@ -100,21 +100,21 @@ def prefill(
             from .bench_prefill import MEANINGS, PROMPT, SHARES
             from .bench_prefill import prefill as measure
         options = {**loading_options(how), "watch": warnings(progress)}
-        shares = _shares(share, how, SHARES)
+        shares, counts = _shares(share, how, SHARES), list(dict.fromkeys(tokens or (PROMPT,)))
         with framed("prefill", bench, MEANINGS, progress, model=model) as frame:
             measure(
-                frame, model, shares=shares, tokens=tokens or (PROMPT,), chunk=chunk, text=words,
+                frame, model, shares=shares, tokens=counts, chunk=chunk, text=words,
                 alone_ram=_size(alone_ram), **options,
             )  # fmt: skip
 
 
 def _shares(given: list[str] | None, how: How, usual: Sequence[str]) -> list[float | None]:
-    """Of the experts; what --ram makes of it where only that is given."""
+    """Of the experts, each once; what --ram makes of it where only that is given."""
     from .bench_engine import share_of
 
     if given is None and how.ram is not None:
         return [None]
-    return [share_of(one) for one in given or usual]
+    return list(dict.fromkeys(share_of(one) for one in given or usual))
 
 
 def _size(text: str | None) -> int | None:

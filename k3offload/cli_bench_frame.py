@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
 from . import __version__
-from .bench_frame import Frame, Line, Often
+from .bench_frame import Frame, Line, Often, grouped, median
 from .cli_options import at_least_one, not_below_0
 from .errors import UsageError
 from .find import find_model, find_output, named
@@ -26,6 +26,10 @@ AsLines = Annotated[bool, typer.Option("--json", help="On stdout a line of JSON 
 Out = Annotated[
     Path | None, typer.Option("-o", "--out", help="Append these lines to a file, for compare.")
 ]
+LAYER: Final = (  # of every command that has --layer
+    "Seconds of computing in a layer before its experts are known, 0.002 if unset; each of them "
+    "takes a tenth of it."
+)
 
 
 class Bench(NamedTuple):
@@ -90,6 +94,22 @@ def framed(
         progress.say(frame.verdict())
     if frame.contended:
         raise typer.Exit(CONTENDED)
+
+
+def rows_by_trace(
+    frame: Frame, figures: Sequence[str], row: Callable[[Line, bool, int], list[str]]
+) -> list[str]:
+    """For each case what ``row`` makes of the medians of ``figures`` (None where no repeat has
+    it), whether it is the first of its trace, and the number of repeats."""
+    rows, seen = [], ""
+    for _, lines in grouped(frame.lines):
+        middle = dict(lines[0])
+        for name in figures:
+            there = [line for line in lines if line[name] is not None]
+            middle[name] = median(there, name) if there else None
+        rows += row(middle, middle["path"] != seen, len(lines))
+        seen = middle["path"]
+    return rows
 
 
 def warnings(progress: Progress) -> Any:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from .bench_frame import Frame, Line, grouped, median
-from .cli_bench_frame import AsLines, Bench, Out, framed, warnings
+from .bench_frame import Frame, Line, grouped
+from .cli_bench_frame import LAYER, AsLines, Bench, Out, framed, rows_by_trace, warnings
 from .cli_open import read_text
 from .cli_options import How, at_least_one, loading_options, takes, takes_how
 from .config import parse_size, show_size
@@ -50,9 +50,7 @@ class Modelled(NamedTuple):
     latency: Annotated[
         float | None, typer.Option(help="Seconds until its first byte comes; 0.0001 if unset.")
     ] = None
-    layer: Annotated[
-        float | None, typer.Option(help="Seconds of computing a layer takes; 0.002 if unset.")
-    ] = None
+    layer: Annotated[float | None, typer.Option(help=LAYER)] = None
 
 
 def add_to(bench: typer.Typer) -> None:
@@ -90,9 +88,9 @@ def policies(
     given = Bench(repeats, warmup=0, out=out, as_json=as_json)
     with Progress() as progress:
         with framed("policies", given, {}, progress, timed=False, table=_table) as frame:
-            for path in traces:
+            for path in dict.fromkeys(traces):
                 trace = read_some(path, rows)
-                rooms = [bench.room(text, trace) for text in capacity or bench.CAPACITIES]
+                rooms = bench.rooms(capacity or bench.CAPACITIES, trace)
                 frame.about["path"] = str(path)
                 for i, part in enumerate(equal_parts(trace, repeats)):
                     watch = Background()
@@ -137,7 +135,7 @@ def predictors(
         words = None if text is None else read_text(text, progress)
         with loading_libraries(progress):
             from . import bench_predictors as kinds
-            from .bench_policies import Speeds, room
+            from .bench_policies import Speeds, rooms
             from .options import POLICY
             from .trace import read_some
         speeds = _speeds(Speeds(), True, modelled)
@@ -157,12 +155,12 @@ def predictors(
                 whole, about = _recorded(
                     how, model, words, tokens or 256, chosen, Path(folder), frame, progress
                 )  # fmt: skip
-            rooms = [room(text, whole) for text in capacity or kinds.CAPACITIES]
-            if any(len(one.slots) > 1 for one in rooms):
+            places = rooms(capacity or kinds.CAPACITIES, whole)
+            if any(len(one.slots) > 1 for one in places):
                 raise UsageError("A capacity is of two tiers.", "Give one: --capacity 25%.")
             parts = kinds.equal_parts(whole, bench.repeats)
             kinds.predictors(
-                frame, parts, rooms, chosen, how.policy or POLICY, speeds,
+                frame, parts, places, chosen, how.policy or POLICY, speeds,
                 {**about, **_told(speeds)},
             )  # fmt: skip
 
@@ -207,8 +205,11 @@ def _refuse_inert(how: How, trace: Path | None, rows: int | None, given: dict[st
 
 def _told(speeds: Speeds) -> dict[str, Any]:
     """Settings of modelled time."""
-    disk = speeds.links[0]
-    return {"disk_rate": disk.rate, "latency": disk.latency, "layer_seconds": speeds.pace.layer}
+    disk, pace = speeds.links[0], speeds.pace
+    return {
+        "disk_rate": disk.rate, "latency": disk.latency,
+        "layer_seconds": pace.layer, "page_seconds": pace.page,
+    }  # fmt: skip
 
 
 def _speeds(usual: Speeds, timed: bool, modelled: Modelled) -> Speeds:
@@ -223,7 +224,7 @@ def _speeds(usual: Speeds, timed: bool, modelled: Modelled) -> Speeds:
     if latency is not None:
         disk = disk._replace(latency=latency)
     if layer is not None:
-        pace = pace._replace(layer=layer)
+        pace = type(pace).of(layer)
     if not (0 <= disk.latency < 1e9 and 0 <= pace.layer < 1e9 and disk.rate > 0):
         raise UsageError(
             "A time is below 0 or no number, or --rate is 0.", "Give seconds, and bytes a second."
@@ -232,13 +233,7 @@ def _speeds(usual: Speeds, timed: bool, modelled: Modelled) -> Speeds:
 
 
 def _table(frame: Frame) -> str:
-    """Rows of medians, under a head for each trace."""
-    rows, seen = [], ""
-    for _, lines in grouped(frame.lines):
-        middle = {**lines[0], **{name: median(lines, name) for name in _FIGURES}}
-        rows += _row(middle, middle["path"] != seen, len(lines))
-        seen = middle["path"]
-    return "\n".join(rows)
+    return "\n".join(rows_by_trace(frame, _FIGURES, _row))
 
 
 def _predictor_table(frame: Frame) -> str:

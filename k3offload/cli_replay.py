@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from .bench_frame import Frame, Line, grouped, median
-from .cli_bench_frame import Bench, framed
+from .bench_frame import Frame, Line
+from .cli_bench_frame import LAYER, Bench, framed, rows_by_trace
 from .cli_options import Model, at_least_one, takes
 from .config import show_size
 from .errors import UsageError
 from .find import find_model
 from .progress import Progress
 
-_FIGURES = ("ratio", "seconds", "modelled_seconds", "rate", "latency", "bytes")
+_FIGURES = ("ratio", "waited_ratio", "seconds", "modelled_seconds", "rate", "latency", "bytes")
 
 
 def add_to(bench: typer.Typer) -> None:
@@ -33,9 +33,7 @@ def replay(
     capacity: Annotated[
         list[str] | None, typer.Option(help="Like 25% or 64G; repeatable; 25% if unset.")
     ] = None,
-    layer: Annotated[
-        float, typer.Option(help="Seconds that computing a layer takes; it is slept.")
-    ] = 0.002,
+    layer: Annotated[float, typer.Option(help=f"{LAYER}  It is slept.")] = 0.002,
     rows: Annotated[int | None, typer.Option(help="Tokens of each trace; all if unset.")] = None,
 ) -> None:
     """Replay traces for real: read from MODEL what each asks for, beside modelled time."""
@@ -50,35 +48,29 @@ def replay(
         raise UsageError(f"--layer is {layer}.", "Give seconds, from 0 on.")
     policies = bench_policies.chosen_names("policy", policy or [bench_policies.BASELINE], True)
     predictors = bench_policies.chosen_names("predict", predictor, False)
-    checkpoint = Checkpoint.open(find_model(model))
+    checkpoint, pace = Checkpoint.open(find_model(model)), Pace.of(layer)
     with Progress() as progress:
         with framed(
             "replay", bench, bench_replay.MEANINGS, progress, model=model, table=render
         ) as frame:
-            for path in traces:
+            for path in dict.fromkeys(traces):
                 recorded = read_some(path, rows)
                 trace = bench_replay.as_in(recorded, checkpoint)
-                rooms = [bench_policies.room(text, trace) for text in capacity or ["25%"]]
+                rooms = bench_policies.rooms(capacity or ["25%"], trace)
                 about = {
                     "model": weights_of(checkpoint), "trace": recorded.digest,
-                    "rows": len(trace.best), "layer_seconds": layer,
+                    "rows": len(trace.best),
+                    "layer_seconds": pace.layer, "page_seconds": pace.page,
                 }  # fmt: skip
                 frame.about["path"] = str(path)
                 bench_replay.compare(
-                    frame, trace, checkpoint, rooms, policies, predictors, Pace(layer, layer / 10),
-                    about,
-                )  # fmt: skip
+                    frame, trace, checkpoint, rooms, policies, predictors, pace, about
+                )
 
 
 def render(frame: Frame) -> str:
     """Rows of medians, under a head for each trace, and whether they can be believed."""
-    rows, seen = [], ""
-    for _, lines in grouped(frame.lines):
-        middle = {**lines[0], **{name: median(lines, name) for name in _FIGURES}}
-        waits = [line for line in lines if line["waited_ratio"] is not None]
-        middle["waited_ratio"] = median(waits, "waited_ratio") if waits else None
-        rows += _row(middle, middle["path"] != seen, len(lines))
-        seen = middle["path"]
+    rows = rows_by_trace(frame, _FIGURES, _row)
     notes = [f"note: {note}" for note in dict.fromkeys(frame.notes)]
     return "\n".join([*rows, *notes, frame.verdict()])
 

@@ -34,7 +34,9 @@ def _add_policies(page: Page, kinds: list[list[dict[str, Any]]]) -> None:
     """A pair of curves for each trace, predictor, tier and modelled disk, of medians."""
 
     def key(line: dict[str, Any]) -> tuple[Any, ...]:
-        modelled = (line.get(name, 0) for name in ("disk_rate", "latency", "layer_seconds"))
+        modelled = (
+            line.get(name, 0) for name in ("disk_rate", "latency", "layer_seconds", "page_seconds")
+        )
         return (*(line[name] for name in ("trace", "predictor", "tier", "rows")), *modelled)
 
     middle = sorted(map(_middle, kinds), key=key)

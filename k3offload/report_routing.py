@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .bench_policies import BASELINE, Room, chosen_names, compare, room
+from .bench_policies import BASELINE, Room, chosen_names, compare, rooms
 from .config import show_size
 from .errors import UsageError
 from .machine import facts as machine_facts
@@ -35,14 +35,14 @@ Tell = Callable[[str], None]
 
 def rooms_of(trace: Trace, capacities: Sequence[str] | None) -> list[Room]:
     """Capacities of one tier, the smallest first.  Raises ``UsageError``."""
-    found = [room(text, trace) for text in capacities or CAPACITIES]
+    found = rooms(capacities or CAPACITIES, trace)
     for one in found:
         if len(one.slots) > 1:
             raise UsageError(
                 f"The capacity {one.text!r} is of two tiers.",
                 "Curves have one; bench policies compares two.",
             )
-    return sorted({one.slots: one for one in found}.values(), key=lambda one: one.slots)
+    return sorted(found, key=lambda one: one.slots)
 
 
 # ---- facts ----

@@ -120,6 +120,12 @@ class Kernels:
         """The function that serves ``part`` of an operator (see ``OPS``), or ``mixer``."""
         return self._f[part]
 
+    def wrap(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let each part, and `finish`, be what ``around(its name, its function)`` gives: for
+        whoever counts or times calls.  What parts call of one another is not wrapped."""
+        self._f = {name: around(name, f) for name, f in self._f.items()}
+        self.finish = around("finish", self.finish)  # type: ignore[method-assign]
+
     def in_force(self) -> AbstractContextManager[None]:
         """Calls from this thread run this instruction set inside the ``with`` block."""
         if self._where.type == "cuda":

@@ -32,6 +32,11 @@ class Pace(NamedTuple):
     layer: float = 0.0
     page: float = 0.0
 
+    @classmethod
+    def of(cls, layer: float) -> Pace:
+        """Where a page takes a tenth of what a layer does before: what ``--layer`` means."""
+        return cls(layer, layer / 10)
+
 
 class Guessed(NamedTuple):
     """What predictors are told, of each row: the router's guess [T, L, M], codes of 0 where nobody

@@ -49,6 +49,7 @@ def brief() -> Checkpoint:
 
 
 DECODE = ["-n", 4, "--context", 8, "--share", "25%", "--repeats", 2]
+TWICE = ["--share", "25.0%"]  # that is one case
 
 
 def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,8 +57,8 @@ def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     moe = model.spec.moe
     assert moe is not None
     lines = lines_of(
-        ["decode", model.folder, *DECODE, "--warmup", 0, "-o", out, "--predictor", "none",
-         "--predictor", "router"], capsys,
+        ["decode", model.folder, *DECODE, *TWICE, "--warmup", 0, "-o", out, "--predictor", "none",
+         "--predictor", "router", "--predictor", "none"], capsys,
     )  # fmt: skip
     assert [json.loads(text) for text in out.read_text().splitlines()] == lines
     cases = [(line["cache"], line["predictor"], line["seed"]) for line in lines]

@@ -15,6 +15,7 @@ from k3offload.errors import UsageError
 from k3offload.scheduler import policy_lru
 from k3offload.scheduler.policy_lru import Policy as Lru
 from k3offload.scheduler.replay import replay
+from k3offload.scheduler.replay_timed import Pace
 from k3offload.trace import Trace, read_trace
 from k3offload.trace_import import import_trace
 from k3offload.trace_made import NANO, PATTERNS, pattern, trace_of, write_trace
@@ -69,6 +70,35 @@ def test_two_tiers_and_predictors(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert guessed["prefetches"] and guessed["waited_seconds"] > 0
     assert guessed_low["requests"] == guessed["misses"] + guessed["prefetch_bytes"] // 1000
     assert guessed["min_bytes"] == top["min_bytes"]
+
+
+def test_what_is_given_twice_is_replayed_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = made(tmp_path / "t", 40)
+    rooms = bench_policies.rooms(["25%", " 25.0%", "12%", "84k"], trace)  # pages of 1000 bytes
+    assert [one.text for one in rooms] == ["25%", "12%"]
+    command = ["bench", "policies", tmp_path / "t", tmp_path / "t", "--policy", "lru", "--json"]
+    twice = lines_of([*command, "--capacity", "25%", "--capacity", "84k"], capsys)
+    assert [line["capacity"] for line in twice] == ["25%"]
+
+
+def test_a_layer_takes_the_same_in_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before its experts are known, and a tenth of it for each of them."""
+    made(tmp_path / "t", 40)
+    command = ["bench", "policies", tmp_path / "t", "--policy", "lru", "--predictor", "repeat"]
+    waits = []
+    for layer in ("0", "0.5"):
+        (line,) = lines_of(
+            [*command, "--capacity", "25%", "--json", "--rate", "1M", "--layer", layer], capsys
+        )
+        assert line["page_seconds"] == line["layer_seconds"] / 10 == float(layer) / 10
+        waits.append(line["waited_seconds"])
+    assert waits[0] > waits[1] > 0
+    usual = bench_policies.Speeds().pace
+    assert usual == Pace.of(0.002)
 
 
 def test_large_traces_are_replayed_by_several_processes(

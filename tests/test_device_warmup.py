@@ -41,7 +41,7 @@ def watched(kernels: Kernels) -> set[Any]:
 
         return call
 
-    kernels._f = {name: watch(name, f) for name, f in kernels._f.items()}
+    kernels.wrap(watch)
     return seen
 
 
