@@ -10,6 +10,7 @@ number further inside is a figure; a list of numbers counts as its median.
 The interval of a ratio is that of its bootstrap: each side's lines are drawn again, as many as
 there are, with replacement, and so often that the middle ``SURE`` of the ratios of medians can be
 told.  The figures differ if 1 is not in it.  Fewer than ``ENOUGH`` lines of a side tell nothing.
+What was counted and not timed needs no interval: it differs if any of it does.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from .errors import UsageError
 
 SURE: Final = 0.95
 DRAWS: Final = 4000
-ENOUGH: Final = 4  #: lines; of fewer, chance alone parts two sides too often
+ENOUGH: Final = 5  #: lines; of 4, chance alone parts two sides 9 times in 100, of 5 or more 2 to 5
+TIMED: Final = ("replay_seconds",)  #: of lines of counts
+MANY: Final = 3  #: values of a fact that a note names
 MEASURED: Final = re.compile(
     "bytes|rss|seconds|reads|sweeps|misses|hits|slots|rows_of_a_sweep|not_in_ram|distinct"
     "|^late$|prefetch|resident"
@@ -81,6 +84,7 @@ class Kind:
     a: Side
     b: Side
     figures: tuple[Figure, ...]
+    counted: bool = False  #: all but ``TIMED``, so that there is no noise
 
 
 @dataclass(frozen=True)
@@ -118,12 +122,13 @@ def compare(a: Path, b: Path, *, clean: bool = False, seed: int = 0) -> Comparis
     for key in common:
         lines = [side[key] for side in sides]
         values = [samples(own) for own in lines]
-        figures = tuple(
-            _figure(name, values[0][name], values[1][name], draw)
-            for name in values[0]
-            if name in values[1]
-        )
-        kinds.append(Kind(json.loads(key), _side(lines[0]), _side(lines[1]), figures))
+        counted = all(line.get("counts") is True for side in lines for line in side)
+        figures = []
+        for name in (name for name in values[0] if name in values[1]):
+            both = values[0][name], values[1][name]
+            exact = counted and name not in TIMED
+            figures.append(_counted(name, *both) if exact else _figure(name, *both, draw))
+        kinds.append(Kind(json.loads(key), *map(_side, lines), tuple(figures), counted))
     rest = [
         tuple(json.loads(k) for k in one if k not in other) for one, other in (sides, sides[::-1])
     ]
@@ -210,6 +215,13 @@ def _numbers(path: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from _numbers(f"{path}.{i}", inside)
 
 
+def _counted(name: str, a: list[float], b: list[float]) -> Figure:
+    """The same of what is the same in every run."""
+    middle = float(np.median(a)), float(np.median(b))
+    ratio = middle[1] / middle[0] if middle[0] else None
+    return Figure(name, *middle, ratio, None, None, SAME if set(a) == set(b) else DIFFERS)
+
+
 def _figure(name: str, a: list[float], b: list[float], draw: np.random.Generator) -> Figure:
     """The verdict on one figure, of a value for each line."""
     middle = float(np.median(a)), float(np.median(b))
@@ -242,10 +254,14 @@ def _contended(line: Line) -> bool:
 
 def _notes(sides: Sequence[Sequence[Line]]) -> Iterator[str]:
     """What makes the sides different beside what is compared, and why lines are marked."""
-    for name in _TOLD:
-        a, b = ({str(line[name]) for line in side if name in line} for side in sides)
-        if a and b and a != b:
-            yield f"{name} is {', '.join(sorted(a))} in A and {', '.join(sorted(b))} in B"
+    for name in (*_TOLD, "version", "commit"):
+        found = [sorted({str(line[name]) for line in side if name in line}) for side in sides]
+        a, b = map(_some, found)
+        if name in _TOLD and all(found) and found[0] != found[1]:
+            yield f"{name} is {a} in A and {b} in B"
+        for side, had in zip("AB", found, strict=True):
+            if len(had) > 1:
+                yield f"{side} has lines of more than one {name}, taken together: {_some(had)}"
     for side, lines in zip("AB", sides, strict=True):
         reasons = [
             reason
@@ -255,4 +271,9 @@ def _notes(sides: Sequence[Sequence[Line]]) -> Iterator[str]:
         ]
         if reasons:
             more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-            yield f"contended in {side}: {reasons[0]}{more}"
+            yield f"contended in {side} (--clean leaves such lines out): {reasons[0]}{more}"
+
+
+def _some(values: Sequence[str]) -> str:
+    more = f" and {len(values) - MANY} more" if len(values) > MANY else ""
+    return ", ".join(values[:MANY]) + more

@@ -51,7 +51,9 @@ def render(found: Comparison) -> str:
                 f"  {one.name:{wide}}{one.a:14.6g}{one.b:14.6g}{ratio:>9}  {sure:18}{one.verdict}"
             )
     lines.append("columns: median of A, median of B, B over A, its 95 % interval, verdict")
-    judged = sum(one.verdict != FEW for kind in found.kinds for one in kind.figures)
+    judged = sum(
+        one.verdict != FEW for kind in found.kinds if not kind.counted for one in kind.figures
+    )
     if judged:
         lines.append(f"where nothing changed, about {judged / 20:.0f} of {judged} would differ too")
     for side, rest in (("A", found.only_a), ("B", found.only_b)):

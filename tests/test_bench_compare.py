@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import benchmarks.run
-from k3offload.bench_compare import DIFFERS, FEW, SAME, compare
+from k3offload.bench_compare import DIFFERS, ENOUGH, FEW, SAME, _figure, compare
 from k3offload.contention import Background, _groups, _pressure, limits
 from k3offload.errors import UsageError
 from tests.helpers_engine import call
@@ -72,12 +72,44 @@ def test_a_difference_is_seen_and_noise_seldom(tmp_path: Path) -> None:
 
 
 def test_few_lines_tell_nothing(tmp_path: Path) -> None:
-    a, b = wrote(tmp_path / "a", runs([1.0] * 9)), wrote(tmp_path / "b", runs([2.0] * 3))
+    a, b = wrote(tmp_path / "a", runs([1.0] * 9)), wrote(tmp_path / "b", runs([2.0] * 4))
     (kind,) = compare(a, b).kinds
     assert {one.verdict for one in kind.figures} == {FEW}
     assert kind.figures[0].ratio == 2 and kind.figures[0].low is None
-    enough = wrote(tmp_path / "c", runs([2.0] * 4))
+    enough = wrote(tmp_path / "c", runs([2.0] * 5))
     assert compare(a, enough).kinds[0].figures[0].verdict == DIFFERS
+
+
+@pytest.mark.parametrize("count", [ENOUGH, 2 * ENOUGH])
+def test_chance_alone_seldom_parts_two_sides(count: int) -> None:
+    """5 times in 100, about, as an interval of 95 % promises; of 4 lines it were 9."""
+    draw, times = np.random.default_rng(0), 250
+    drawn = draw.lognormal(0, 0.05, (times, 2, count)).tolist()
+    wrong = sum(_figure("", a, b, draw).verdict == DIFFERS for a, b in drawn)
+    assert wrong <= 0.065 * times
+
+
+def test_one_line_tells_what_was_counted(tmp_path: Path) -> None:
+    """Bytes of replay are the same in every run; the time that it took is not."""
+    a = wrote(tmp_path / "a", runs([1.0], counts=True, replay_seconds=1.0))
+    b = wrote(tmp_path / "b", runs([1.0], counts=True, replay_seconds=2.0, bytes=11))
+    (kind,) = compare(a, b).kinds
+    assert kind.counted
+    assert {one.name: one.verdict for one in kind.figures} == {
+        "seconds": SAME, "bytes": DIFFERS, "replay_seconds": FEW,
+    }  # fmt: skip
+    c = wrote(tmp_path / "c", runs([1.0], replay_seconds=2.0, bytes=11))
+    assert {one.verdict for one in compare(c, c).kinds[0].figures} == {FEW}
+
+
+def test_a_side_of_several_machines_or_versions_is_told(tmp_path: Path) -> None:
+    a = wrote(tmp_path / "a", runs([1.0]) + runs([1.0], cpu="two"))
+    b = wrote(tmp_path / "b", [line for c in "vwxyz" for line in runs([1.0], commit=c)])
+    assert compare(a, b).notes == (
+        "cpu is one, two in A and one in B",
+        "A has lines of more than one cpu, taken together: one, two",
+        "B has lines of more than one commit, taken together: v, w, x and 2 more",
+    )
 
 
 def test_kinds_are_kept_apart(tmp_path: Path) -> None:
@@ -125,17 +157,18 @@ def test_contended_lines_are_marked_and_may_be_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     why = {"reasons": ["other processes used 40% of the processors"]}
-    a = wrote(tmp_path / "a", runs([1.0] * 4) + runs([9.0] * 5, clean=False, background=why))
-    lines = runs([1.0] * 4)
+    a = wrote(tmp_path / "a", runs([1.0] * 5) + runs([9.0] * 5, clean=False, background=why))
+    lines = runs([1.0] * 5)
     del lines[0]["clean"]
     b = wrote(tmp_path / "b", lines)
     code, out, _ = call(["bench", "compare", a, b], capsys)
-    assert code == 0 and "A 9 lines (5 contended), B 4 lines (1 not said)" in out
-    assert "contended in A: other processes used 40% of the processors, and 4 more" in out
+    assert code == 0 and "A 10 lines (5 contended), B 5 lines (1 not said)" in out
+    told = "contended in A (--clean leaves such lines out): other processes used 40% of the "
+    assert f"{told}processors, and 4 more" in out
     assert "only in" not in out
     code, out, _ = call(["bench", "compare", a, b, "--clean", "--json"], capsys)
     facts = json.loads(out)
-    assert facts["kinds"][0]["a"] == {"lines": 4, "contended": 0, "unknown": 0}
+    assert facts["kinds"][0]["a"] == {"lines": 5, "contended": 0, "unknown": 0}
     assert facts["kinds"][0]["figures"][0]["verdict"] == SAME and facts["notes"] == []
 
 
