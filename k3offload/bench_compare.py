@@ -109,6 +109,11 @@ def compare(a: Path, b: Path, *, clean: bool = False, seed: int = 0) -> Comparis
     if seed < 0:
         raise UsageError(f"The seed is {seed}.", "Give 0 or more.")
     sides = [by_kind(path, clean) for path in (a, b)]
+    for path, side in zip((a, b), sides, strict=True):
+        if clean and not side:
+            raise UsageError(
+                f"{path} has no lines of clean runs.", "Leave --clean out, or measure with --wait."
+            )
     common = [key for key in sides[0] if key in sides[1]]
     if not common:
         had = [", ".join(sorted({_name(key) for key in side})) or "nothing" for side in sides]
@@ -128,7 +133,8 @@ def compare(a: Path, b: Path, *, clean: bool = False, seed: int = 0) -> Comparis
             both = values[0][name], values[1][name]
             exact = counted and name not in TIMED
             figures.append(_counted(name, *both) if exact else _figure(name, *both, draw))
-        kinds.append(Kind(json.loads(key), *map(_side, lines), tuple(figures), counted))
+        own = _side(lines[0]), _side(lines[1])
+        kinds.append(Kind(json.loads(key), *own, tuple(figures), counted))
     rest = [
         tuple(json.loads(k) for k in one if k not in other) for one, other in (sides, sides[::-1])
     ]

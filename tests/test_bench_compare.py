@@ -170,6 +170,9 @@ def test_contended_lines_are_marked_and_may_be_left_out(
     facts = json.loads(out)
     assert facts["kinds"][0]["a"] == {"lines": 5, "contended": 0, "unknown": 0}
     assert facts["kinds"][0]["figures"][0]["verdict"] == SAME and facts["notes"] == []
+    none = wrote(tmp_path / "c", runs([1.0] * 5, clean=False, background=why))
+    code, out, err = call(["bench", "compare", a, none, "--clean"], capsys)
+    assert code == 2 and f"{none} has no lines of clean runs" in err and not out
 
 
 def test_other_machines_are_told(tmp_path: Path) -> None:
