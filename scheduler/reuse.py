@@ -47,6 +47,7 @@ PRODUCT = 200_000  #: multiplications of one matrix product, at most
 _HALF = np.array([*USES, *SCORES], np.float64)
 UNIT = np.eye(BLOCK, dtype=np.float32)
 RATES: F32 = np.array([*(1 - 0.5 ** (1 / _HALF)), 1 - RECENT], np.float32)[:, None]
+FADES: F32 = -RATES  #: towards nothing
 
 
 def memory(layers: int, experts: int) -> int:
@@ -91,16 +92,16 @@ def seen(before: F32, now: F32, experts: Experts, scores: Scores) -> tuple[F32, 
     """The numbers kept of each expert go from ``before`` some way to what this visit says of it,
     which is nothing of most.  Returns ``now``, where they are put, and the chosen ones."""
     chosen = scores >= CHOSEN
-    np.multiply(before, -RATES, out=now)
+    np.multiply(before, FADES, out=now)
     now += before
     old = before.take(experts, axis=1)
-    said = np.zeros_like(old)
+    said = np.zeros(old.shape, np.float32)
     said[: len(USES)] = chosen
-    said[len(USES) : -1] = scores * np.float32(1 / 255)
+    np.multiply(scores, np.float32(1 / 255), out=said[len(USES) : -1])
     said -= old
     said *= RATES
     said += old
-    said[-1, chosen] = 1
+    np.putmask(said[-1], chosen, 1)
     now[:, experts] = said
     return now, experts[chosen]
 
@@ -228,7 +229,7 @@ class Reuse:
             self._learn_context(state)
 
     def _learn_context(self, state: _Layer) -> None:
-        x, y = np.stack(state.inputs), np.stack(state.targets)
+        x, y = np.array(state.inputs), np.array(state.targets)
         state.inputs.clear()
         state.targets.clear()
         towards = times(x, self._inverse)

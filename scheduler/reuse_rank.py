@@ -89,7 +89,10 @@ class Rank:
 
     def add(self, page: PageId) -> None:
         layer, expert = page
-        row = self._row(layer, expert)
+        rows = self._rows
+        row = rows[layer] if layer < len(rows) else self._row(layer, expert)
+        if expert >= len(row.pages):
+            row.grow(layer, expert + 1)
         row.here[expert] = True
         self._offer(row, layer, expert)
 
