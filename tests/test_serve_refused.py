@@ -22,7 +22,7 @@ from tests.helpers_tokenizer import NANO
 LIMIT = 256  #: tokens of the context
 BODY = 1 << 18  #: bytes of a request
 JSON = {"Content-Type": "application/json"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"store": True}, "store"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"functions": [{"name": "f"}]}, "functions"),
@@ -76,12 +76,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "medium"}, "reasoning_effort"),
     ({"reasoning_effort": "low", "thinking": {"type": "disabled"}}, "reasoning_effort"),
     ({"thinking": {"type": "maybe"}}, "thinking.type"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
      "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "x"}]}, "tools[0].type"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]},
      "tools[0].function.strict"),
+    ({"tools": [{"type": "function", "function": TOOL["function"] | {"strict": True}}]},
+     "tools[0].function.parameters"),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "tools": [
+        {"type": "function", "function": TOOL["function"] | {"strict": True}}]}]},
+     "messages[1].tools[0].function.parameters"),
     ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
