@@ -96,7 +96,8 @@ def as_json(value: Any, field: str, compact: bool = True) -> str:
             )
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{field} is no JSON: {error}.", "Give plain values.") from None
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise UsageError(f"{field} is no JSON: {why}.", "Give plain values.") from None
 
 
 def json_type(value: Any) -> str:

@@ -79,6 +79,8 @@ def serve(how: How, place: Place, limits: Limits, model: Model) -> None:
     at_least_one(
         ("--context", limits.context), ("--places", limits.places), ("-n", limits.max_new_tokens)
     )
+    if place.name is not None and not place.name.strip():
+        raise UsageError(f"--name is {place.name!r}.", "Give a name, or leave it out.")
     folder = find_model(model)
     settings = Settings(
         model=place.name or (model if model == "nano" else folder.resolve().name),

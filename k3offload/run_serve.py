@@ -36,7 +36,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=CONNECTIONS)
     except (OSError, OverflowError) as error:
         raise UsageError(
-            f"Nobody can listen at {host} port {port}: {error}.", "Choose another --host or --port."
+            f"Nobody can listen at {host} port {port}: {str(error).rstrip('.')}.",
+            "Choose another --host or --port.",
         ) from None
 
 

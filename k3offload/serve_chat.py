@@ -119,7 +119,7 @@ class ChatWriter:
             yield self._chunk(choice, {"role": "assistant", "content": ""})
 
     def step(self, step: Step) -> Iterator[Any]:
-        logprobs = [] if step.score is None else [chat_logprob(self._served.engine, step.score)]
+        logprobs = [chat_logprob(self._served.engine, score) for score in step.scores]
         for event in step.events:
             if isinstance(event, Finish):
                 if logprobs:
@@ -174,8 +174,7 @@ class ChatWriter:
         for step in steps:
             if step.choice == index:
                 answer.add(step.events)
-                if step.score is not None:
-                    scores.append(chat_logprob(self._served.engine, step.score))
+                scores += [chat_logprob(self._served.engine, score) for score in step.scores]
         message = answer.message(partial(self._call_id, index))
         if answer.calls and not answer.content:
             message["content"] = None

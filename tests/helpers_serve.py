@@ -105,6 +105,12 @@ class Server:
     def complete(self, prompt: Any, **more: Any) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": prompt, **more})
 
+    def completions(self, prompt: Any = "x", **more: Any) -> list[Any]:
+        """The choices of a streamed text."""
+        body = {"prompt": prompt, "stream": True, **more}
+        with self.client.stream("POST", "/v1/completions", json=body) as response:
+            return [chunk["choices"][0] for chunk in chunks(response.iter_lines())]
+
     def stream(self, content: str = FIRST, **more: Any) -> list[Any]:
         """The chunks of an answer; the last thing that comes is ``[DONE]``."""
         body = chat_body(content, stream=True, **more)

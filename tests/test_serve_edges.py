@@ -17,7 +17,7 @@ from k3offload.errors import ReadError
 from k3offload.loading import load
 from k3offload.serve_live import WATCHERS
 from tests.helpers_broken import Broken, pages_of
-from tests.helpers_serve import Server, chat_body
+from tests.helpers_serve import Server, chat_body, put_together, taken_apart
 from tests.test_serve_engine import COUNT, TEXTS, Heard, alone, running, wanted
 
 MANY = 200_000  #: faults in a body
@@ -100,6 +100,29 @@ def test_offsets_are_of_the_text_where_characters_are_in_parts(engine: Engine) -
         choice = server.complete("x", max_tokens=len(parts), logprobs=0).json()["choices"][0]
         assert choice["text"] == "é道a"
         assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("cut", ["y", "y b", "by", "\n", "道", "none"])
+@pytest.mark.parametrize("text", ["x by the boy", "x é道\ny by"])
+def test_probabilities_are_of_the_text_that_is_there(engine: Engine, text: str, cut: str) -> None:
+    """Of tokens that are longer than a letter and of letters in parts, whole and streamed."""
+    with Server(engine, scripted=True) as server:
+        pieces = engine.tokenizer.encode(text)
+        for ids in (pieces, [*text.encode()]):  # the first 256 tokens are the bytes
+            known: dict[str, Any] = {"max_tokens": len(ids), "stop": cut}
+            server.script(ids, 4)
+            choice = server.complete("x", logprobs=0, **known).json()["choices"][0]
+            assert choice["text"] == text.partition(cut)[0]
+            begins, said = choice["logprobs"]["text_offset"], choice["text"]
+            whole = b"".join(map(engine.tokenizer.token_bytes, ids[: len(begins)])).decode()
+            assert whole.startswith(said) and all(at < len(said) for at in begins)
+            told = choice["logprobs"]["tokens"]
+            stream = server.completions(logprobs=0, **known)
+            assert [t for one in stream for t in one["logprobs"]["tokens"]] == told
+            off: dict[str, Any] = {"thinking": {"type": "disabled"}, "logprobs": True}
+            answer = taken_apart(server.chat(**known, **off).json())
+            assert answer["content"] == said and len(answer["logprobs"]) == len(told)
+            assert put_together(server.stream(**known, **off)) == answer
 
 
 # ---- pages ----

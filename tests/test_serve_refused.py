@@ -225,6 +225,19 @@ HOSTILE: dict[str, bytes] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("deep", "nested too deeply"), ("deep objects", "nested too deeply"),
+        ("a huge number", "too many digits"), ("latin", "no UTF-8, at byte 12"),
+    ],
+)  # fmt: skip
+def test_what_is_no_json_is_told_why(server: Server, name: str, told: str) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        wrong = error(server.client.post(path, content=HOSTILE[name], headers=JSON))
+        assert told in wrong["message"] and wrong["code"] == "invalid_json"
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_hostile_bodies_are_refused(server: Server, path: str, name: str) -> None:
