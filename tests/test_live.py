@@ -215,7 +215,12 @@ def test_all_that_goes_to_a_device_is_in_its_lane(
         with watching(engine) as live, session_with(engine, some_tokens(600)) as session:
             change = there.device.watch
             assert change is not None
-            there.device.watch = lambda by: (heard.append(by), change(by))[1]
+
+            def hear(by: int) -> None:
+                heard.append(by)
+                change(by)
+
+            there.device.watch = hear
             decode(session, 2)
             time.sleep(BIN)
             assert sum(live.facts()["lanes"]["copy"]) > 0
