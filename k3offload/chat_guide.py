@@ -80,7 +80,8 @@ def _of_calls(tokenizer: Tokenizer, calls: Calls, field: str) -> Constraint:
     try:
         return constraint(tokenizer, calls.grammar)
     except UsageError as error:
-        for place, part in calls.parts:  # which of them it is
+        of_the_text = error.problem.startswith("The lark grammar")  # and of nothing around it
+        for place, part in calls.parts if of_the_text else ():  # which of them it is
             try:
                 constraint(tokenizer, part)
             except UsageError as inner:
