@@ -21,7 +21,7 @@ from k3offload.checkpoint import Checkpoint
 from k3offload.engine import Engine
 from k3offload.loading import load
 from k3offload.tiers.base import Buffer, Ticket
-from k3offload.tiers.device import Device, Landed, Mark
+from k3offload.tiers.device import Device, Landed, Mark, Watch
 
 ON_DEVICE = ("experts on the device", "trunk on the device", "head on the device")
 
@@ -30,6 +30,7 @@ class Timed:
     """``device``, which counts bytes copied to it and the seconds with copies under way."""
 
     def __init__(self, device: Device) -> None:
+        self.watch: Watch | None = None
         self.device, self.name, self.where = device, device.name, device.where
         self.free_bytes, self.allocate, self.pin = device.free_bytes, device.allocate, device.pin
         self.mark, self.handed_out, self.close = device.mark, device.handed_out, device.close

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from .chat import Encoder
+from .chat_guide import guide
 from .chat_parse import Answer, Parser
 from .documents_chat import ASKED
 from .errors import UsageError
 
 if TYPE_CHECKING:
+    from .generate import Guide
     from .tokenizer import Tokenizer
 
 FIELDS: Final = frozenset({*ASKED, "thinking"})
@@ -52,6 +54,19 @@ class Chats:
             tool_choice=chat.get("tool_choice"),
             response_format=chat.get("response_format"),
         )
+
+    def guide(self, chat: Mapping[str, Any]) -> Guide | None:
+        """What holds the answer to ``chat``, which has been encoded, to its format and its choice
+        of tools.  Raises ``UsageError`` that begins with the field, for what cannot be enforced."""
+        made = guide(
+            self._tokenizer,
+            chat["messages"],
+            tools=chat.get("tools"),
+            tool_choice=chat.get("tool_choice"),
+            response_format=chat.get("response_format"),
+            thinking=thinks(chat),
+        )
+        return None if made is None else made()
 
     def reading(self, chat: Mapping[str, Any], stop: Sequence[str]) -> Reading:
         """Reads the answer to ``chat``; the strings of ``stop`` end its content."""

@@ -66,11 +66,17 @@ class Asking:
         if unknown := settings.keys() - SETTINGS:
             raise UsageError(f"Nobody knows the setting {min(unknown)!r}.", "Leave it out.")
         sampling = replace(self._sampling, **settings)
-        chat, reading = document.chat, None
+        chat, reading, guide = document.chat, None, None
         if chat is None:
             tokens = self._text(document)
         else:
             tokens = self._chat(document, chat, sampling)
+            guide = self._chats.guide(chat)
+            if guide is not None and sampling.grammar is not None:
+                raise UsageError(
+                    "A grammar holds the whole answer, and response_format another one.",
+                    "Leave one of them out.",
+                )
             reading = self._chats.reading(chat, sampling.stop)
             sampling = replace(sampling, stop=())
         self._engine.check_context(len(tokens) + most)
@@ -79,12 +85,12 @@ class Asking:
             made = session.tokens[len(tokens) :]
             if reading is not None:
                 reading.feed(made)
-            return Asked(Request(session, most, sampling, made), going, reading)
+            return Asked(Request(session, most, sampling, made, guide), going, reading)
         head = self._head if chat is None else self._chat_head
         head.compute(tokens)
         session = self._engine.session()
         session.append(tokens)
-        return Asked(Request(session, most, sampling), NEW, reading)
+        return Asked(Request(session, most, sampling, guide=guide), NEW, reading)
 
     def _text(self, document: Document) -> list[int]:
         if not isinstance(document.text, str):

@@ -8,14 +8,22 @@ steers the format comes from it.  ``chat_parse.Parser`` reads what the model ans
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, Final
 
 from . import chat_bodies as bodies
 from .chat_bodies import Bodies
 from .chat_format import END, Attribute, Marks, Segment, closed, opened
-from .chat_messages import Call, Message, as_json, read_messages, read_tools
+from .chat_messages import (
+    Call,
+    Message,
+    as_json,
+    json_type,
+    named_tool,
+    read_messages,
+    read_tools,
+)
 from .errors import TokenizerError, UsageError
 from .tokenizer import Tokenizer
 
@@ -62,8 +70,8 @@ class Encoder:
 
         ``thinking``: whether the answer begins with reasoning; without, that of earlier answers is
         left out too.  ``effort``: one of ``EFFORTS``; None tells the model nothing.
-        ``tool_choice``, ``response_format``: as in OpenAI's requests; a schema is told to the
-        model, and enforced by nobody here.  Raises ``UsageError`` that begins with the field at
+        ``tool_choice``, ``response_format``: as in OpenAI's requests; they are told to the model,
+        and enforced by ``chat_guide``.  Raises ``UsageError`` that begins with the field at
         fault.
         """
         segments = self.segments(
@@ -109,11 +117,12 @@ class Encoder:
     ) -> list[Segment]:
         """What ``encode`` encodes, piece by piece."""
         conversation, declared = read_messages(messages), read_tools(tools)
-        any_tools = bool(declared) or any(message.tools for message in conversation)
+        tools_of_all = [*declared, *(tool for message in conversation for tool in message.tools)]
+        names = {tool["function"]["name"] for tool in tools_of_all}
         made = self._beginning(declared, effort if thinking else None)
         for message in conversation:
             made += self._message(message, thinking)
-        made += self._choice(tool_choice, any_tools)
+        made += self._choice(tool_choice, names)
         made += self._format(response_format)
         if generation_prompt:
             made += opened("message", Attribute("role", "assistant"))
@@ -158,18 +167,24 @@ class Encoder:
         text = self._bodies.text(body, field, value)
         return [*head, Segment(text, field=field), *_message_end()]
 
-    def _choice(self, choice: Any, any_tools: bool) -> list[Segment]:
-        if choice is None or choice == "auto" or (choice == "none" and not any_tools):
+    def _choice(self, choice: Any, tools: Set[str]) -> list[Segment]:
+        """What is told of ``choice``, where ``tools`` can be called: of one by name, as much as of
+        any, since the format has no words for it."""
+        if choice is None or choice == "auto" or (choice == "none" and not tools):
             return []
         if choice == "none":
             return self._system(bodies.NONE, "tool_choice")
-        if choice != "required":
+        name = named_tool(choice)
+        if choice != "required" and name is None:
             raise UsageError(
                 f"tool_choice is {str(choice)[:60]!r}.",
-                "K3's format can say auto, none or required.",
+                "It must be auto, none, required, or name a function: "
+                '{"type": "function", "function": {"name": ...}}.',
             )
-        if not any_tools:
+        if name is None and not tools:
             raise UsageError("tool_choice is required, and no tools are given.", "Give tools.")
+        if name is not None and name not in tools:
+            raise UsageError(f"tool_choice names {name!r:.60}, which is no tool.", "Declare it.")
         return self._system(bodies.REQUIRED, "tool_choice")
 
     def _format(self, given: Any) -> list[Segment]:
@@ -222,23 +237,12 @@ def _call(call: Call, index: int) -> Iterator[Segment]:
         yield from closed("json")
     else:
         for key, value in call.arguments.items():
-            kind = Attribute("type", _type(value))
+            kind = Attribute("type", json_type(value))
             yield from opened("argument", Attribute("key", key, field), kind)
             text = value if isinstance(value, str) else as_json(value, field, compact=False)
             yield Segment(text, field=field)
             yield from closed("argument")
     yield from closed("call")
-
-
-def _type(value: Any) -> str:
-    """How JSON calls the kind of ``value``; true and false are no numbers, as in Python."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    if isinstance(value, str):
-        return "string"
-    if isinstance(value, int | float):
-        return "number"
-    return "object" if isinstance(value, Mapping) else "array"
 
 
 def _effort(effort: Any) -> str:

@@ -96,7 +96,30 @@ def as_json(value: Any, field: str, compact: bool = True) -> str:
             )
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{field} is no JSON: {error}.", "Give plain values.") from None
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise UsageError(f"{field} is no JSON: {why}.", "Give plain values.") from None
+
+
+def json_type(value: Any) -> str:
+    """How JSON calls the kind of ``value``; true and false are no numbers, as in Python."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, str):
+        return "string"
+    if isinstance(value, int | float):
+        return "number"
+    return "object" if isinstance(value, Mapping) else "array"
+
+
+def named_tool(choice: Any) -> str | None:
+    """The function that a ``tool_choice`` names; None if it is of another form."""
+    if not isinstance(choice, Mapping) or choice.keys() != {"type", "function"}:
+        return None
+    function = choice["function"]
+    if choice["type"] != "function" or not isinstance(function, Mapping):
+        return None
+    name = function.get("name")
+    return name if isinstance(name, str) and function.keys() == {"name"} else None
 
 
 def _message(given: Any, field: str) -> Message:

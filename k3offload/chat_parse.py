@@ -212,6 +212,11 @@ class Parser:
         elements, and while a tag is under way."""
         return self._element if self._tag is None else ""
 
+    @property
+    def content(self) -> TextStream:
+        """The text of the answer, as far as it has come."""
+        return self._content
+
     def feed(self, ids: Iterable[int]) -> list[Event]:
         """What becomes known by the next tokens.  Raises ``TokenizerError`` for an id outside the
         vocabulary."""

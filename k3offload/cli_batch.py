@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -196,18 +197,18 @@ def _sizes(
 
 
 def _chat_head(first: list[Document], tokenizer: Tokenizer, folder: Path, context: int) -> int:
-    """Tokens that the first two documents have in common, if they are chats."""
+    """Tokens that the first two documents have in common, if they are chats; what grammars of
+    their answers take of memory is taken now, so that it is counted."""
     from .batch_chat import Chats
     from .batch_prompt import shared
 
     chats = [document.chat for document in first if document.chat is not None]
-    if len(chats) < 2:
-        return 0
-    try:
-        one, other = map(Chats(tokenizer, folder).encode, chats)
-    except UsageError:  # told when its turn comes
-        return 0
-    return len(shared(one[:context], other))
+    reads, made = Chats(tokenizer, folder), []
+    for chat in chats:
+        with suppress(UsageError):  # told when its turn comes
+            made.append(reads.encode(chat))
+            reads.guide(chat)
+    return len(shared(made[0][:context], made[1])) if len(made) == 2 else 0
 
 
 def _path(out: Path, model: str, output: Output) -> Path:

@@ -66,6 +66,14 @@ class Limits(NamedTuple):
     keep_alive: Annotated[
         float, typer.Option(help="Seconds between two signs of life in a stream.")
     ] = 4.0
+    blanks: Annotated[
+        bool,
+        typer.Option(
+            "--blanks",
+            help="Signs of life, as blanks, also before answers that are not streamed; errors on "
+            "the way then end the connection.",
+        ),
+    ] = False
 
 
 def add_to(app: typer.Typer) -> None:
@@ -79,6 +87,8 @@ def serve(how: How, place: Place, limits: Limits, model: Model) -> None:
     at_least_one(
         ("--context", limits.context), ("--places", limits.places), ("-n", limits.max_new_tokens)
     )
+    if place.name is not None and not place.name.strip():
+        raise UsageError(f"--name is {place.name!r}.", "Give a name, or leave it out.")
     folder = find_model(model)
     settings = Settings(
         model=place.name or (model if model == "nano" else folder.resolve().name),
@@ -89,6 +99,7 @@ def serve(how: How, place: Place, limits: Limits, model: Model) -> None:
         queue=limits.queue,
         body=parse_size(limits.body_limit),
         ping=limits.keep_alive,
+        blanks=limits.blanks,
         time_limit=limits.time_limit,
     )
     with Progress() as progress, ExitStack() as leave:

@@ -62,7 +62,8 @@ class Grammar:
                 schema = json.loads(schema)
             text = json.dumps(schema, allow_nan=False)
         except (ValueError, TypeError, RecursionError) as error:
-            raise UsageError(f"The JSON schema is no JSON: {error}.", "Correct it.") from None
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise UsageError(f"The JSON schema is no JSON: {why}.", "Correct it.") from None
         if not isinstance(schema, dict):
             raise UsageError(f"The JSON schema is {text[:40]}, no object.", "Give an object.")
         return cls("json", text)
@@ -217,8 +218,10 @@ class _Vocabulary:
 
         try:
             matcher = self._matcher(self._of_json(schema))
-        except ValueError as error:  # of the library's own reader: nested too deeply, mostly
-            raise UsageError(f"The JSON schema cannot be used: {error}.", "Correct it.") from None
+        except ValueError as error:  # of the library's own reader
+            deep = "recursion limit" in str(error)
+            why = "it is nested too deeply" if deep else error
+            raise UsageError(f"The JSON schema cannot be used: {why}.", "Correct it.") from None
         if matcher.is_error():
             message = _message(matcher)
             raise UsageError(

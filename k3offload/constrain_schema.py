@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from .errors import UsageError
 
+DEFINITIONS: Final = ("$defs", "definitions")
 #: Keywords that hold schemas: by name, one after another, a single one.
-BY_NAME: Final = ("$defs", "definitions", "properties", "patternProperties")
+BY_NAME: Final = (*DEFINITIONS, "properties", "patternProperties")
 IN_LIST: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE: Final = ("items", "additionalItems", "additionalProperties")
 ENFORCED: Final = frozenset(BY_NAME + IN_LIST + SINGLE) | frozenset(
@@ -71,7 +72,7 @@ def narrowed(schema: Schema, message: str, fault: Callable[[Schema | bool], str]
     ``fault`` compiles a schema and returns what is wrong with it; a part is asked about with the
     definitions of the whole.
     """
-    shared = {key: schema[key] for key in BY_NAME[:2] if key in schema}
+    shared = {key: schema[key] for key in DEFINITIONS if key in schema}
     at, part = "#", schema
     while True:
         for place, inner in parts(at, part):

@@ -55,11 +55,6 @@ def read_chat(given: Mapping[str, Any], refuse: Refuse) -> tuple[dict[str, Any],
         raise refuse(f"has {what} in its body, and needs a list of messages", "Give it.")
     if wrong := _unwritable(chat):
         raise refuse(f"has {wrong} in its body", "Nobody could write it down as JSON. Change it.")
-    if (strict := _strict(chat.get("response_format"))) is not None:
-        raise refuse(
-            f"asks for response_format.json_schema.strict: {short(strict)}, which cannot be done",
-            "Leave it out: the model is told the schema, and nothing holds it to that.",
-        )
     chat["thinking"] = _thinking(chat, rest.pop("thinking", None), refuse)
     most = [rest.pop(name) for name in TOKENS if name in rest]
     if most[1:] and most[0] != most[1]:
@@ -81,13 +76,6 @@ def _unwritable(value: Any) -> str:
         if not (layer := [inner for part in parts for inner in part]):
             return ""
     return f"more than {DEEPEST} lists and objects inside one another"
-
-
-def _strict(given: Any) -> Any:
-    """What a response format says of ``strict``, if that is more than no."""
-    named = given.get("json_schema") if isinstance(given, Mapping) else None
-    strict = named.get("strict") if isinstance(named, Mapping) else None
-    return None if strict is False else strict
 
 
 def _thinking(chat: dict[str, Any], given: Any, refuse: Refuse) -> bool:

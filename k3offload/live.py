@@ -108,15 +108,15 @@ class Live:
         self._settle()
         self._watched = True
         self._engine.disk.watch(self._on_read)
-        if (tier := self._device_tier()) is not None:
-            tier.watch = self._copy.change
+        if (there := self._engine.accelerator) is not None:
+            there.device.watch = self._copy.change
 
     def stop(self) -> None:
         """Collect no more."""
         self._watched = False
         self._engine.disk.watch(None)
-        if (tier := self._device_tier()) is not None:
-            tier.watch = None
+        if (there := self._engine.accelerator) is not None:
+            there.device.watch = None
         self._forget()
 
     def _forget(self) -> None:
@@ -132,10 +132,6 @@ class Live:
 
     def _blank(self) -> npt.NDArray[np.bool_]:
         return np.zeros((len(self._places), self._experts), np.bool_)
-
-    def _device_tier(self) -> Any:
-        there = self._engine.accelerator
-        return None if there is None else there.tier
 
     # ---- what is heard ----
 
@@ -298,7 +294,7 @@ class Live:
             "asked_for": self._asked_for.stretches(now), "ahead": self._ahead.stretches(now),
             "compute": [(a, b, b - a - w) for a, b, w in passed], "waiting": passed,
         }  # fmt: skip
-        if self._device_tier() is not None:
+        if self._engine.accelerator is not None:
             found["copy"] = self._copy.stretches(now)
         lanes = {name: shares(some, edges) for name, some in found.items()}
         whole = {name: np.rint(100 * lane).astype(int).tolist() for name, lane in lanes.items()}

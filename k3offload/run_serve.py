@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import threading
@@ -9,10 +10,11 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import FrameType
-from typing import Final
+from typing import ClassVar, Final
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .budget import state_bytes
 from .config import KDA_CHUNK
@@ -36,7 +38,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=CONNECTIONS)
     except (OSError, OverflowError) as error:
         raise UsageError(
-            f"Nobody can listen at {host} port {port}: {error}.", "Choose another --host or --port."
+            f"Nobody can listen at {host} port {port}: {str(error).rstrip('.')}.",
+            "Choose another --host or --port.",
         ) from None
 
 
@@ -70,6 +73,7 @@ def run(
         thread,
         uvicorn.Config(
             app,
+            http=Punctual,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -99,6 +103,37 @@ def run(
             f"The engine has failed: {type(thread.failure).__name__}: {thread.failure}.",
             "Start it again.",
         ) from thread.failure
+
+
+class Punctual(H11Protocol):
+    """Closes a connection on which no request has come in time, however much of one has: the
+    library waits for as long as there is something."""
+
+    seconds: ClassVar[float] = 30.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._wait_after(None)
+
+    def on_response_complete(self) -> None:
+        last = self.cycle
+        super().on_response_complete()  # and the next one may have come already
+        self._wait_after(last)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait_after(self, last: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(self.seconds, self._late, last)
+
+    def _late(self, last: object) -> None:
+        if self.cycle is last:
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):

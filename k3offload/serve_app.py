@@ -82,7 +82,7 @@ def _add_answers(app: FastAPI, thread: EngineThread, served: Served) -> None:
         listener = Listener(thread, ask)
         if stream:
             return Stream(listener, writer, settings.ping, settings.stalled)
-        return await whole(request, listener, writer)
+        return await whole(request, listener, writer, settings.ping if settings.blanks else None)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_ANSWERS)
     async def chat(body: ChatRequest, request: Request) -> Response:

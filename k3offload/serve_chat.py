@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
 from .chat import EFFORTS, Encoder
+from .chat_guide import guide
 from .chat_parse import Answer, Arguments, Content, Event, Finish, Parser, Reasoning, ToolCall
-from .constrain import Grammar, constraint
 from .errors import UsageError
-from .generate import Guide
 from .serve_ask import Served, chat_logprob, new_id, now, samplings, usage
-from .serve_guide import ContentGuide
 from .serve_job import Ask, Ended, Step
 from .serve_schema import ChatRequest
 
@@ -24,7 +22,6 @@ _MESSAGE: Final = frozenset(
         *("function_call", "audio", "refusal", "partial", "prefix"),
     )
 )
-_ANY_JSON: Final = {"type": "object"}
 
 
 def ask(served: Served, encoder: Encoder, body: ChatRequest) -> Ask:
@@ -32,12 +29,13 @@ def ask(served: Served, encoder: Encoder, body: ChatRequest) -> Ask:
     served.check_model(body.model)
     thinking, effort = _thinking(encoder, body)
     _check_messages(body.messages)
-    _check_tools(body)
     _check_format(body)
     told: dict[str, Any] = {"tools": body.tools, "thinking": thinking, "effort": effort}
-    prompt = encoder.encode(
-        body.messages, **told, tool_choice=body.tool_choice, response_format=body.response_format
-    )
+    chosen: dict[str, Any] = {
+        "tool_choice": body.tool_choice,
+        "response_format": body.response_format,
+    }
+    prompt = encoder.encode(body.messages, **told, **chosen)
     tokenizer = served.engine.tokenizer
     return Ask(
         id=new_id("chatcmpl"),
@@ -46,7 +44,14 @@ def ask(served: Served, encoder: Encoder, body: ChatRequest) -> Ask:
         most=served.most(len(prompt), body.most, body.usual_tokens),
         samplings=samplings(body),
         reader=partial(Parser, tokenizer, thinking, body.stops),
-        guide=_guide(served, body.response_format, thinking),
+        guide=guide(
+            tokenizer,
+            body.messages,
+            tools=body.tools,
+            thinking=thinking,
+            parallel=body.parallel_tool_calls,
+            **chosen,
+        ),
         scored=(body.top_logprobs or 0) if body.logprobs else None,
         opening=encoder.opening(body.messages, **told),
     )
@@ -86,25 +91,10 @@ def _check_messages(messages: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-def _check_tools(body: ChatRequest) -> None:
-    for i, tool in enumerate(body.tools or ()):
-        function = tool.get("function")
-        if isinstance(function, dict) and function.get("strict"):
-            raise UsageError(
-                f"tools[{i}].function.strict is true, and nobody enforces arguments here.",
-                "Leave it out: the model is told their schema all the same.",
-            )
-
-
 def _check_format(body: ChatRequest) -> None:
     given = body.response_format or {}
     if given.get("type", "text") == "text":
         return
-    if body.tools:
-        raise UsageError(
-            "response_format is given beside tools, and calls are no such content.",
-            "Leave one of them out.",
-        )
     named = given.get("json_schema")
     if isinstance(named, dict) and named.get("description"):
         raise UsageError(
@@ -112,21 +102,6 @@ def _check_format(body: ChatRequest) -> None:
             "it.",
             "Put it into the schema.",
         )
-
-
-def _guide(
-    served: Served, given: dict[str, Any] | None, thinking: bool
-) -> Callable[[], Guide] | None:
-    """What holds the content to ``response_format``, which the encoder has checked."""
-    if given is None or given["type"] == "text":
-        return None
-    schema = given["json_schema"]["schema"] if given["type"] == "json_schema" else _ANY_JSON
-    tokenizer = served.engine.tokenizer
-    try:
-        compiled = constraint(tokenizer, Grammar.of_schema(schema))
-    except UsageError as error:
-        raise UsageError(f"response_format: {error.problem}", error.remedy) from None
-    return lambda: ContentGuide(tokenizer, compiled, thinking)
 
 
 class ChatWriter:
@@ -144,7 +119,7 @@ class ChatWriter:
             yield self._chunk(choice, {"role": "assistant", "content": ""})
 
     def step(self, step: Step) -> Iterator[Any]:
-        logprobs = [] if step.score is None else [chat_logprob(self._served.engine, step.score)]
+        logprobs = [chat_logprob(self._served.engine, score) for score in step.scores]
         for event in step.events:
             if isinstance(event, Finish):
                 if logprobs:
@@ -199,8 +174,7 @@ class ChatWriter:
         for step in steps:
             if step.choice == index:
                 answer.add(step.events)
-                if step.score is not None:
-                    scores.append(chat_logprob(self._served.engine, step.score))
+                scores += [chat_logprob(self._served.engine, score) for score in step.scores]
         message = answer.message(partial(self._call_id, index))
         if answer.calls and not answer.content:
             message["content"] = None

@@ -56,8 +56,7 @@ class CompletionWriter:
     def step(self, step: Step) -> Iterator[Any]:
         text = "".join(event.text for event in step.events if isinstance(event, Content))
         reason = next((e.reason for e in step.events if isinstance(e, Finish)), None)
-        scores = [] if step.score is None else [step.score]
-        choice = self._choice(step.choice, text, scores, reason)
+        choice = self._choice(step.choice, text, step.scores, reason)
         made = {**self._head(), "choices": [choice]}
         yield {**made, "usage": None} if self._usage else made
 
@@ -72,7 +71,7 @@ class CompletionWriter:
             mine = [step for step in steps if step.choice == index]
             events = [event for step in mine for event in step.events]
             text = "".join(event.text for event in events if isinstance(event, Content))
-            scores = [step.score for step in mine if step.score is not None]
+            scores = [score for step in mine for score in step.scores]
             reason = next((e.reason for e in events if isinstance(e, Finish)), None)
             choices.append(self._choice(index, text, scores, reason))
         return {**self._head(), "choices": choices, "usage": usage(len(self._ask.prompt), ended)}

@@ -377,22 +377,21 @@ class EngineThread:
         job, reader = choice.job, choice.reader
         self._count(new_tokens=1)
         job.new_tokens += 1
-        before = reader.element
+        before, at = reader.element, reader.content.decoded
         events = reader.feed([token])
         of = before if before == reader.element else ""  # where its text went, if it is text
         job.reasoning += of == "think"
-        scored: Any = None
         special = self.engine.tokenizer.is_special(token)
         if job.ask.scored is not None and of == "response" and not special:
             logits = choice.session.known_logits
             assert logits is not None
-            scored = score(logits, token, job.ask.scored)
+            choice.scores.append((at, score(logits, token, job.ask.scored)))
         if reader.done:
-            self._end(choice, events, "stop", scored)
-        elif events or scored is not None:
-            self._say(job, Step(choice.index, events, scored))
+            self._end(choice, events, "stop")
+        elif (scores := choice.shown()) or events:
+            self._say(job, Step(choice.index, events, scores))
 
-    def _end(self, choice: Choice, events: list[Any], reason: str, scored: Any = None) -> None:
+    def _end(self, choice: Choice, events: list[Any], reason: str) -> None:
         choice.ended = True
         events = [*events, *choice.reader.end(reason)]
-        self._say(choice.job, Step(choice.index, events, scored))
+        self._say(choice.job, Step(choice.index, events, choice.shown()))

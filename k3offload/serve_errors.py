@@ -116,8 +116,20 @@ def _wrong_request(request: Request, error: Exception) -> Response:
 
 def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = body(f"{error.detail}.", "invalid_request_error", None, "http_error")
+    text, code = f"{error.detail}.", "http_error"
+    if (unread := _unread(error.__cause__)) is not None:
+        text, code = f"The body cannot be read as JSON: {unread}.", "invalid_json"
+    told = body(text, "invalid_request_error", None, code)
     return Answer(told, error.status_code, dict(error.headers or {}))
+
+
+def _unread(why: BaseException | None) -> str | None:
+    """What the reader of bodies stumbled over, where it says no more than that it did."""
+    if isinstance(why, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(why, UnicodeDecodeError):
+        return f"it is no {why.encoding.upper()}, at byte {why.start}"
+    return "it has a number of too many digits" if isinstance(why, ValueError) else None
 
 
 def _of_ours(request: Request, error: Exception) -> Response:

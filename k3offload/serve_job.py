@@ -65,6 +65,8 @@ class Reader(Protocol):
 
     @property
     def element(self) -> str: ...
+    @property
+    def content(self) -> TextStream: ...
     def feed(self, ids: Iterable[int]) -> list[Event]: ...
     def end(self, finish_reason: str) -> list[Event]: ...
 
@@ -75,16 +77,16 @@ class TextReader:
     element = "response"
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._text = TextStream(tokenizer, stop)
+        self.content = TextStream(tokenizer, stop)
         self.done = False
 
     def feed(self, ids: Iterable[int]) -> list[Event]:
-        text = "".join(map(self._text.push, ids))
-        self.done = self._text.stopped
+        text = "".join(map(self.content.push, ids))
+        self.done = self.content.stopped
         return [Content(text)] if text else []
 
     def end(self, finish_reason: str) -> list[Event]:
-        self.done, rest = True, self._text.flush()
+        self.done, rest = True, self.content.flush()
         return [*([Content(rest)] if rest else []), Finish(finish_reason)]
 
 
@@ -109,11 +111,12 @@ class Ask:
 
 
 class Step(NamedTuple):
-    """A token of answer number ``choice``, or its end, and what became known by it."""
+    """A token of answer number ``choice``, or its end, and what became known by it.  ``scores``: of
+    the tokens whose text begins in what has been given out by now."""
 
     choice: int
     events: list[Event]
-    score: Score | None = None
+    scores: Sequence[Score] = ()
 
 
 class Ended(NamedTuple):
@@ -143,6 +146,15 @@ class Choice:
     session: Session
     reader: Reader
     ended: bool = False
+    scores: list[tuple[int, Score]] = field(default_factory=list)  #: where their text begins
+
+    def shown(self) -> list[Score]:
+        """Scores of tokens whose text has come out, its beginning at least, since the last call:
+        what a stop string cuts off is nobody's."""
+        given = self.reader.content.given
+        out = [score for at, score in self.scores if at < given]
+        self.scores = [(at, score) for at, score in self.scores if at >= given]
+        return out
 
 
 @dataclass(eq=False)

@@ -106,6 +106,7 @@ class ChatRequest(Common):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
     response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     thinking: Thinking | None = None

@@ -20,6 +20,7 @@ class Settings:
     queue: requests that wait for a place, at most.
     body, body_seconds: size of a request, and the time it may take to arrive.
     ping: between two signs of life in a stream.
+    blanks: whether an answer that is not streamed shows them too, as blanks before its JSON.
     stalled: a client may take nothing for so long.
     time_limit: of a whole request; None: as long as it takes.
     health: within which the engine must answer to count as alive; it does between two layers.
@@ -34,6 +35,7 @@ class Settings:
     body: int = 16 * 2**20
     body_seconds: float = 30.0
     ping: float = 4.0
+    blanks: bool = False
     stalled: float = 120.0
     time_limit: float | None = None
     health: float = 60.0

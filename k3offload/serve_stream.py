@@ -119,23 +119,79 @@ async def _events(listener: Listener, writer: Writer) -> AsyncIterator[dict[str,
     yield {"data": "[DONE]"}
 
 
-async def whole(request: Request, listener: Listener, writer: Writer) -> Response:
+async def whole(
+    request: Request, listener: Listener, writer: Writer, blanks: float | None = None
+) -> Response:
     """The answer, when it is complete.  Raises the error that it failed with; ends the work if the
-    client goes."""
-    work = asyncio.ensure_future(_collected(listener))
-    gone = asyncio.ensure_future(_gone(request))
+    client goes.  ``blanks``: seconds after which it begins, with a blank, and between two more."""
+    waiting = _Waiting(request, listener)
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            return Response(status_code=499)  # which nobody sees
-        steps, last = work.result()
-        if isinstance(last, K3Error):
-            raise last
-        return Answer(writer.whole(steps, last))
-    finally:
-        listener.close()
-        work.cancel()
-        gone.cancel()
+        if await waiting.ends(blanks):
+            return waiting.answer(writer)
+    except BaseException:
+        waiting.close()
+        raise
+    return _Slow(waiting, writer, blanks or 0)
+
+
+class _Waiting:
+    """For all of an answer, or for the client to go."""
+
+    def __init__(self, request: Request, listener: Listener) -> None:
+        self._listener = listener
+        self._work = asyncio.ensure_future(_collected(listener))
+        self._gone = asyncio.ensure_future(_gone(request))
+
+    async def ends(self, seconds: float | None) -> bool:
+        """Whether it has come to an end within ``seconds``."""
+        both = {self._work, self._gone}
+        done, _ = await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        return bool(done)
+
+    def answer(self, writer: Writer) -> Response:
+        """What there is to say then; nobody is waited for any more."""
+        try:
+            if not self._work.done():
+                return Response(status_code=499)  # which nobody sees
+            steps, last = self._work.result()
+            if isinstance(last, K3Error):
+                raise last
+            return Answer(writer.whole(steps, last))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        self._work.cancel()
+        self._gone.cancel()
+
+
+class _Slow(Response):
+    """An answer that has begun before it is known: blanks, which JSON may begin with, and then all
+    of it.  Its status is said already, so what then fails ends the connection in the middle of the
+    body, which no client takes for an answer."""
+
+    def __init__(self, waiting: _Waiting, writer: Writer, every: float) -> None:
+        super().__init__(media_type=Answer.media_type)
+        self._waiting, self._writer, self._every = waiting, writer, every
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def say(body: bytes | memoryview, more: bool) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        try:
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
+            await say(b" ", True)
+            while not await self._waiting.ends(self._every):
+                await say(b" ", True)
+            try:
+                await say(self._waiting.answer(self._writer).body, False)
+            except K3Error as error:
+                await say(dumps(described(error)[1]).encode(), True)  # for whoever looks
+        finally:
+            self._waiting.close()
 
 
 async def _collected(listener: Listener) -> tuple[list[Step], Ended | K3Error]:

@@ -27,7 +27,8 @@ class TextStream:
 
     The text ends right before the stop string whose last character came first; of several that
     end there, before the longest.  That depends on the text alone, not on how it was split.
-    ``stopped`` tells that it happened, ``text`` is everything given out so far.
+    ``stopped`` tells that it happened, ``text`` is everything given out so far.  ``decoded`` and
+    ``given`` count characters: of all tokens so far, and of what was given out.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class TextStream:
         self._held = ""
         self._given: list[str] = []
         self.stopped = False
+        self.decoded = self.given = 0
 
     @property
     def text(self) -> str:
@@ -68,6 +70,7 @@ class TextStream:
         return "" if self.stopped else self._take(self._utf8.decode(b"", final=True), last=True)
 
     def _take(self, fresh: str, last: bool) -> str:
+        self.decoded += len(fresh)
         waiting = self._held + fresh
         ends = [(at + len(s), at) for s in self._stop if (at := waiting.find(s)) >= 0]
         if ends:
@@ -78,6 +81,7 @@ class TextStream:
             out, self._held = waiting[: len(waiting) - keep], waiting[len(waiting) - keep :]
         if out:
             self._given.append(out)
+            self.given += len(out)
         return out
 
     def _possible_start(self, waiting: str) -> int:

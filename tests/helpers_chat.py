@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -95,6 +96,22 @@ def folder_with(folder: Path, wording: str = WORDING) -> Path:
 
 def encoder(folder: Path | None = None) -> Encoder:
     return Encoder.of(TOKENIZER, folder)
+
+
+# ---- tools ----
+
+
+def tool(name: str, schema: Any = None, strict: Any = True) -> dict[str, Any]:
+    """The declaration of a function."""
+    function = {"name": name, "parameters": schema, "strict": strict}
+    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
+
+
+def arguments(required: Any = None, defs: Any = None, **properties: Any) -> dict[str, Any]:
+    """The schema of ``properties`` and no others; all are required unless said."""
+    required = list(properties) if required is None else required
+    made = {"type": "object", "properties": properties, "required": required}
+    return {**made, "additionalProperties": False, **({"$defs": defs} if defs else {})}
 
 
 # ---- random trees of messages ----

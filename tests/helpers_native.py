@@ -48,8 +48,9 @@ def moved_weight(weight: Weight, shift: int) -> Weight:
     return DenseWeight(moved(weight.tensor, shift), aligned=False)
 
 
-#: A program: every product with operands that end at a page nobody may read; then shows that
-#: reading on would have been a crash.
+#: A program: every product, and attention of prompts, with operands that end at a page nobody may
+#: read; of attention what it asks for itself, too.  Then shows that reading on would have been a
+#: crash.
 GUARDED = """
 import ctypes, mmap, os, torch
 from k3offload.kernels import native
@@ -59,6 +60,8 @@ from k3offload.kernels.glu_reference import Activation
 from k3offload.kernels.int8 import Int8Weight
 from k3offload.kernels.linear_native import linear
 from k3offload.kernels.linear_reference import DenseWeight
+from k3offload.kernels.mla_prefill_native import mla_prefill
+from k3offload.kernels.mla_prefill_reference import Query
 from k3offload.kernels.mxfp4 import Mxfp4Weight
 from k3offload.kernels.workers import Workers
 from tests.helpers_native import draw
@@ -97,6 +100,18 @@ for isa in native.isas():
                         down = at_the_end(draw(kind, 5, 64))
                         gate = at_the_end(draw(kind, 64, k))
                         experts(x, [Job(gate, gate, down)], Activation("silu"), solo, decode)
+    made = torch.empty
+    for heads, nope, rope, v, rank in [(1, 1, 1, 1, 1), (3, 33, 31, 47, 95), (2, 64, 0, 32, 32),
+                                       (2, 128, 64, 128, 512)]:
+        size = lambda *shape: last(torch.randn(shape).bfloat16())
+        up = DenseWeight(size(heads * (nope + v), rank))
+        blocks = [size(256, rank + rope) for _ in range(2)]
+        queries = [Query(size(end - at, heads, nope + rope), at)
+                   for at, end in [(0, 64), (100, 101), (230, 290), (475, 512)]]
+        for pieces in ([blocks], [[block] for block in blocks]):
+            torch.empty = lambda *shape: last(made(*shape))
+            mla_prefill(queries, pieces, 512, up, nope, v, 0.1, solo)
+            torch.empty = made
 end = last(torch.zeros(4096, dtype=torch.uint8))
 child = os.fork()
 if child == 0:

@@ -23,6 +23,7 @@ import numpy as np
 import uvicorn
 
 from k3offload.engine import Engine
+from k3offload.run_serve import Punctual
 from k3offload.sampling import Row
 from k3offload.serve_app import create_app
 from k3offload.serve_engine import EngineThread
@@ -80,14 +81,20 @@ class ScriptedThread(EngineThread):
 class Server:
     """Serves ``engine`` at ``url`` until it is closed; the engine stays open."""
 
-    def __init__(self, engine: Engine, scripted: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        scripted: bool = False,
+        http: type[Punctual] = Punctual,
+        **settings: Any,
+    ) -> None:
         self.settings = Settings(**{"model": "nano", **settings})
         self.thread = (ScriptedThread if scripted else EngineThread)(engine, self.settings).start()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         app = create_app(self.thread, self.settings)
-        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(app, http=http, log_level="critical", timeout_graceful_shutdown=2)
         self._server = uvicorn.Server(config)
         self._at_work = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
@@ -104,6 +111,12 @@ class Server:
 
     def complete(self, prompt: Any, **more: Any) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": prompt, **more})
+
+    def completions(self, prompt: Any = "x", **more: Any) -> list[Any]:
+        """The choices of a streamed text."""
+        body = {"prompt": prompt, "stream": True, **more}
+        with self.client.stream("POST", "/v1/completions", json=body) as response:
+            return [chunk["choices"][0] for chunk in chunks(response.iter_lines())]
 
     def stream(self, content: str = FIRST, **more: Any) -> list[Any]:
         """The chunks of an answer; the last thing that comes is ``[DONE]``."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import jsonschema
 import pytest
 
 from k3offload import Sampling, load
@@ -27,7 +28,7 @@ from k3offload.loading import open_engine
 from k3offload.run_batch import Task
 from k3offload.run_ray_worker import BLOCK, ROW, Answers, Asked, Work
 from k3offload.session_identity import identity
-from tests.helpers_chat import folder_with
+from tests.helpers_chat import arguments, folder_with, tool
 from tests.helpers_engine import call
 
 MOST, DRAWN = 28, Sampling(temperature=0.8, seed=3)
@@ -196,6 +197,66 @@ def test_a_grammar_holds_the_content(engine: Engine) -> None:
     fine, thinks, tools = engine.batch(documents, max_new_tokens=40, sampling=sampling)
     assert fine.text[:3] in ("yes", "no,") and fine.finish_reason == "stop", fine
     assert "leaves no reasoning" in str(thinks.error) and "leaves no" in str(tools.error)
+
+
+STRICT = arguments(name={"type": "string", "maxLength": 8}, deep={"type": "boolean"})
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": STRICT, "strict": True}}
+
+
+def held() -> list[Document]:
+    """Chats whose answers are held to calls of a tool, or to a format."""
+    plain = {"messages": [user("Look.")], "thinking": False}
+    tools = {**plain, "tools": [tool("look", STRICT)]}
+    named = {"type": "function", "function": {"name": "look"}}
+    return [Document("required", chat={**tools, "tool_choice": "required"}),
+            Document("named", chat={**tools, "tool_choice": named, "thinking": True}),
+            Document("format", chat={**plain, "response_format": FORMAT}),
+            Document("auto", chat={**tools, "tool_choice": "auto"})]  # fmt: skip
+
+
+def test_answers_are_held_to_what_is_asked_for(engine: Engine, tmp_path: Path) -> None:
+    """Also where one is saved in the middle, and gone on with."""
+    how: dict[str, Any] = {"max_new_tokens": 200, "sampling": Sampling(temperature=1.0, seed=3)}
+    found = {result.id: result for result in engine.batch(held(), **how)}
+    for name in ("required", "named"):
+        message = found[name].message
+        assert message is not None
+        call = message["tool_calls"][0]["function"]
+        jsonschema.validate(json.loads(call["arguments"]), STRICT)
+        assert found[name].finish_reason == "tool_calls" and not found[name].text
+    jsonschema.validate(json.loads(found["format"].text), STRICT)
+    assert found["auto"].message is not None and "tool_calls" not in found["auto"].message
+    saved: dict[str, Going] = {}
+    batch = engine.batch(held(), **how)
+    while batch.tally.sweeps < 25:
+        batch._admit()
+        batch._step()
+    for document, going in batch.save(lambda document: tmp_path / document.id):
+        saved[document.id] = going
+    batch.close()
+    assert {"required", "named"} & saved.keys()
+    rest = [document for document in held() if document.id in saved]
+    again = said(list(Batch(engine, rest, going=lambda document: saved[document.id], **how)))
+    assert again == {id: whole for id, whole in said([*found.values()]).items() if id in saved}
+
+
+def test_what_cannot_be_held_is_refused_for_that_chat_alone(engine: Engine) -> None:
+    loose = tool("look", {"type": "object"})
+    both = {"tools": [tool("look", STRICT)], "response_format": FORMAT}
+    schema = {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}
+    wrong: dict[str, Any] = {
+        "tools[0].function.parameters": {"tools": [loose]},
+        "response_format is given": both,
+        "response_format: The JSON schema": {"response_format": schema},
+    }
+    ask = {"messages": [user("Look.")], "thinking": False}
+    documents = [Document(told, chat={**ask, **more}) for told, more in wrong.items()]
+    *found, good = engine.batch([*documents, Document("good", chat=ask)], max_new_tokens=2)
+    assert good.error is None and all(result.id in str(result.error) for result in found)
+    grammar = Sampling(grammar=Grammar.of_regex("a"))
+    held = Document("a", chat={**ask, "response_format": FORMAT})
+    (two,) = engine.batch([held], max_new_tokens=2, sampling=grammar)
+    assert "Leave one of them out" in str(two.error)
 
 
 def sharing(folder: Path, head: int) -> Engine:

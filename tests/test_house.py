@@ -30,7 +30,7 @@ GROUPS = {
     "constrain constrain_schema tokenizer tokenizer_json textstream sampling layout forecast_sizes "
     "documents documents_chat documents_jsonl documents_row documents_table documents_text "
     "batch_file batch_index batch_lines batch_openai batch_records batch_states "
-    "chat chat_bodies chat_format chat_messages chat_parse",
+    "chat chat_arguments chat_bodies chat_calls chat_format chat_guide chat_messages chat_parse",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "arena device_latents latents device_trunk fetch ring state weights",
     "model": "adaptive hooks model layer_kda layer_mla layer_moe stream",
@@ -51,7 +51,7 @@ GROUPS = {
     "evaluate_cost evaluate_operators evaluate_operators_cases evaluate_recall evaluate_routing "
     "live report_results report_routing report_tiers report_trace run_batch run_chat run_generate "
     "run_logits run_ray run_ray_worker run_serve serve_app serve_ask serve_chat serve_completions "
-    "serve_engine serve_errors serve_guard serve_guide serve_inbox serve_job serve_live "
+    "serve_engine serve_errors serve_guard serve_inbox serve_job serve_live "
     "serve_metrics serve_schema serve_settings serve_shapes serve_stream",
     "cli": "cli cli_batch cli_batch_run cli_bench cli_bench_engine cli_bench_frame "
     "cli_bench_replay cli_chat cli_compare cli_cost cli_damage "

@@ -7,6 +7,7 @@ import time
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from k3offload.scheduler.remaining import Remaining
 from k3offload.session import Session
 from k3offload.tiers.base import PageId
 from k3offload.tiers.device_fake import FakeDevice
+from tests.helpers_device_latents import small
 from tests.helpers_engine import BRIEF, checkpoint, session_with, some_tokens
 
 
@@ -191,7 +193,40 @@ def test_pages_on_a_device_and_their_copies() -> None:
             assert sum(facts["lanes"]["copy"]) > 0
             assert facts["tiers"]["experts on the device"] == vars(there.store.counts)
             assert live.about()["device"] == "fake"
-        assert there.tier.watch is None
+        assert device.watch is None
+
+
+def test_all_that_goes_to_a_device_is_in_its_lane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of layers and blocks of latents, where no expert goes there."""
+    latents, heard = list[int](), list[int]()
+    copy_all = FakeDevice.copy_all
+
+    def counted(self: FakeDevice, pairs: Sequence[Any], *rest: Any) -> None:
+        before = heard.count(1)
+        copy_all(self, pairs, *rest)
+        latents.append(heard.count(1) - before == len(pairs))
+
+    monkeypatch.setattr(FakeDevice, "copy_all", counted)
+    with small(scratch=tmp_path, experts_on="cpu") as engine:
+        there = engine.accelerator
+        assert there is not None and there.tier is None
+        with watching(engine) as live, session_with(engine, some_tokens(600)) as session:
+            change = there.device.watch
+            assert change is not None
+
+            def hear(by: int) -> None:
+                heard.append(by)
+                change(by)
+
+            there.device.watch = hear
+            decode(session, 2)
+            time.sleep(BIN)
+            assert sum(live.facts()["lanes"]["copy"]) > 0
+        engine.close()  # whatever is under way has landed
+        assert latents and all(latents)
+        assert heard.count(1) == heard.count(-1) > sum(latents)
 
 
 def test_nobody_watches_and_nothing_is_kept(

@@ -327,6 +327,7 @@ def test_without_the_extra_one_line_says_what_to_install() -> None:
         (["--places", 0], "--places"),
         (["--queue", -1], "queue"),
         (["--api-key", ""], "key"),
+        (["--name", ""], "--name is ''"),
         (["--keep-alive", 0], "ping"),
         (["--body-limit", "x"], "'x'"),
     ],
@@ -336,6 +337,13 @@ def test_refused_before_anything_is_loaded(
 ) -> None:
     code, out, err = call(["serve", "nano", *arguments], capsys)
     assert (code, out) == (2, "") and what in err and "memory plan" not in err
+
+
+@pytest.mark.parametrize("port", [-1, 70000])
+def test_a_sentence_has_one_end(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = call(["serve", "nano", "--port", port], capsys)
+    assert str(port) in err or "0-65535" in err
+    assert ".." not in err
 
 
 def test_an_address_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> None:

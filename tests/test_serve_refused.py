@@ -22,7 +22,7 @@ from tests.helpers_tokenizer import NANO
 LIMIT = 256  #: tokens of the context
 BODY = 1 << 18  #: bytes of a request
 JSON = {"Content-Type": "application/json"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"store": True}, "store"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"functions": [{"name": "f"}]}, "functions"),
@@ -76,12 +76,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "medium"}, "reasoning_effort"),
     ({"reasoning_effort": "low", "thinking": {"type": "disabled"}}, "reasoning_effort"),
     ({"thinking": {"type": "maybe"}}, "thinking.type"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
      "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "x"}]}, "tools[0].type"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]},
      "tools[0].function.strict"),
+    ({"tools": [{"type": "function", "function": TOOL["function"] | {"strict": True}}]},
+     "tools[0].function.parameters"),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "tools": [
+        {"type": "function", "function": TOOL["function"] | {"strict": True}}]}]},
+     "messages[1].tools[0].function.parameters"),
     ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
@@ -216,6 +223,19 @@ HOSTILE: dict[str, bytes] = {
     ).encode(),
     "many names": json.dumps(chat_body() | {f"x{i}": i for i in range(10_000)}).encode(),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("deep", "nested too deeply"), ("deep objects", "nested too deeply"),
+        ("a huge number", "too many digits"), ("latin", "no UTF-8, at byte 12"),
+    ],
+)  # fmt: skip
+def test_what_is_no_json_is_told_why(server: Server, name: str, told: str) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        wrong = error(server.client.post(path, content=HOSTILE[name], headers=JSON))
+        assert told in wrong["message"] and wrong["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -20,6 +20,7 @@ from ..errors import K3Error
 from .base import Buffer
 
 Landed = Callable[[BaseException | None], None]  #: called once, on a thread of the device
+Watch = Callable[[int], None]  #: told that a copy is under way (1), or has landed (-1)
 
 
 class DeviceError(K3Error):
@@ -57,6 +58,19 @@ def blamed(name: str) -> Iterator[None]:
         raise
 
 
+def heard(watch: Watch | None, landed: Landed) -> Landed:
+    """``landed`` of a copy that is asked for now, of which ``watch`` hears, and of its end too."""
+    if watch is None:
+        return landed
+    watch(1)
+
+    def ends(error: BaseException | None) -> None:
+        watch(-1)
+        landed(error)
+
+    return ends
+
+
 class Mark(Protocol):
     """A point of the compute stream."""
 
@@ -70,6 +84,7 @@ class Device(Protocol):
 
     name: str
     where: torch.device  #: where its tensors live
+    watch: Watch | None  #: hears of copies to the device, on any thread
 
     def free_bytes(self) -> int:
         """Bytes of its memory that nobody uses now."""

@@ -11,7 +11,7 @@ import torch
 
 from ..config import show_size
 from .base import Buffer
-from .device import DeviceError, Landed, Mark
+from .device import DeviceError, Landed, Mark, Watch, heard
 
 PIN_PIECE = 256 << 20  #: bytes that are locked at a time, so that a refusal costs no more
 _REGISTERED = 0  #: what cudaHostRegister returns when it worked
@@ -38,6 +38,7 @@ class CudaDevice:
         self._back = _Stream(self, "k3-back", 0)  # the bus goes both ways at once
         self._pinned: list[Buffer] = []
         self._closed = False
+        self.watch: Watch | None = None
 
     def free_bytes(self) -> int:
         torch.cuda.empty_cache()  # what torch keeps for itself is free for us
@@ -81,12 +82,14 @@ class CudaDevice:
         urgent: bool = True,
     ) -> None:
         assert source.nbytes == to.nbytes, (source.nbytes, to.nbytes)
-        self._streams[urgent].copy([(torch.from_numpy(source), to)], after, landed)
+        pairs = [(torch.from_numpy(source), to)]
+        self._streams[urgent].copy(pairs, after, heard(self.watch, landed))
 
     def copy_all(
         self, pairs: Sequence[tuple[Buffer, torch.Tensor]], after: Mark, landed: Landed
     ) -> None:
-        self._streams[True].copy([(torch.from_numpy(s), to) for s, to in pairs], after, landed)
+        given = [(torch.from_numpy(source), to) for source, to in pairs]
+        self._streams[True].copy(given, after, heard(self.watch, landed))
 
     def fetch(self, source: torch.Tensor, to: Buffer, after: Mark, landed: Landed) -> None:
         assert source.nbytes == to.nbytes, (source.nbytes, to.nbytes)

@@ -26,7 +26,7 @@ import torch
 
 from ..config import show_size
 from .base import Buffer, Ticket
-from .device import DeviceError, Landed, Mark
+from .device import DeviceError, Landed, Mark, Watch, heard
 
 POISON = 0xFF
 
@@ -74,6 +74,7 @@ class FakeDevice:
         self.unpinned = 0  #: copies from memory that is not pinned
         self._refused: set[int] = set()  # numbers of copies that fail when they are asked for
         self._held = False
+        self.watch: Watch | None = None
         self._random = random.Random(seed)
         self._used = 0
         self._marks = self._copies = 0
@@ -126,7 +127,7 @@ class FakeDevice:
             )
             for address in uses:  # what comes after this copy comes after those uses
                 del self._uses[address]
-        self._start(torch.from_numpy(source), to, source, after, landed)
+        self._start(torch.from_numpy(source), to, source, after, heard(self.watch, landed))
 
     def copy_all(
         self, pairs: Sequence[tuple[Buffer, torch.Tensor]], after: Mark, landed: Landed

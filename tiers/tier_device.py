@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -70,8 +69,6 @@ class DeviceTier:
         self._number = 0
         self._last_use: dict[int, Mark] = {}  # by the address of a slot
         self._closing = False
-        #: told that a page's copy begins (1), or has ended (-1), on threads of its own
-        self.watch: Callable[[int], None] | None = None
         self._guesses = 0  # under way
         count = max(2, min(copiers, host.slots // 2))
         self._threads = [
@@ -183,8 +180,7 @@ class DeviceTier:
             for batch in arrivals:
                 pieces = self._pieces(copy.page, batch[0][1])
                 after = self._last_use.pop(copy.into.data_ptr(), None)
-                with self._watched():
-                    self._copy(copy, pieces, after)
+                self._copy(copy, pieces, after)
         copy.finish(None, self.size(copy.page))
 
     def _copy(self, copy: _Copy, pieces: Sequence[tuple[Buffer, int]], after: Mark | None) -> None:
@@ -194,14 +190,3 @@ class DeviceTier:
             to = copy.into[at : at + source.nbytes]
             self._device.copy(source, to, after, landed.finish, copy.priority is Priority.DEMAND)
         landed.wait()
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        watch = self.watch  # who hears of a begin hears of its end
-        if watch is not None:
-            watch(1)
-        try:
-            yield
-        finally:
-            if watch is not None:
-                watch(-1)
