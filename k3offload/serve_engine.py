@@ -154,8 +154,11 @@ class EngineThread:
         return stop
 
     def close(self, timeout: float | None = None) -> None:
-        """End the requests under way and the thread, at the next layer."""
+        """End the thread, at the next layer.  Requests hear of it at once: a layer may take longer
+        than their clients are waited for."""
         self._inbox.close(ServerStopped("The server is ending.", "Try again later."))
+        for job in (*self._inbox.jobs(), *self._running):  # none is missed that begins meanwhile
+            self._say(job, Failed(self._inbox.why))
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 

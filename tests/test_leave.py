@@ -156,8 +156,7 @@ def test_who_stays_has_the_bits_that_it_has_alone(make: Any, tmp_path: Path) -> 
             (rows,) = swept(engine, [run_of(state, sequence)]).values()
             alone.append(rows)
             then.append(after(engine, state))
-        layers = [layer.index for layer in engine.spec.layers]
-        for layer in layers:
+        for layer in range(0, len(engine.spec.layers), 1 if make is resident else 2):
             first, second = LEAVING[layer % len(LEAVING)]
             states = [engine.new_state(base) for base in bases]
             got = leaving(engine, states, {layer: first, layer + 2: second})
@@ -225,7 +224,7 @@ def marked(engine: Engine, leave: Callable[[int, Sequence[Run]], None]) -> list[
     return prompts
 
 
-@pytest.mark.parametrize("layer", range(8))
+@pytest.mark.parametrize("layer", [0, 3, 4, 7])
 def test_nothing_half_computed_is_shared(layer: int, tmp_path: Path) -> None:
     def leave(at: int, runs: Sequence[Run]) -> None:
         if at == layer:
