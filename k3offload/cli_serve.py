@@ -105,6 +105,7 @@ def serve(how: How, place: Place, limits: Limits, model: Model) -> None:
     with Progress() as progress, ExitStack() as leave:
         with loading_libraries(progress):
             serving = _serving()
+        leave.enter_context(serving.ended_by_sigterm())
         sock = leave.enter_context(serving.listen(place.host, place.port))
 
         def size(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, int | None]:

@@ -26,7 +26,8 @@ OnMix = Callable[[int, int, Sequence[torch.Tensor], torch.Tensor, torch.Tensor, 
 
 @dataclass
 class Hooks:
-    """What may watch or stop a sweep: ``before_layer(l)`` may raise, ``on_sweep`` sees the runs,
+    """What may watch or stop a sweep: ``before_layer(l)`` may raise, or give runs an error, whose
+    rows then leave the sweep before layer ``l``; ``on_sweep`` sees the runs,
     ``on_swept`` that their sweep has ended, well or not, ``on_route`` routing, ``on_ahead`` what
     the next layer's pages are guessed from, and ``on_mix``, if there is one, what the residual
     attention of each sublayer mixes.  ``on_lost`` is told of a page that could not be read, and

@@ -86,7 +86,8 @@ class Live:
         self._experts = moe.experts if moe else 0
         self._remaining = Remaining(engine.plan.sweep_rows)
         self._rows, self._layer = (0, 0), 0
-        self._began: float | None = None  # when the sweep under way did
+        self._runs: Sequence[Run] = ()  # of the sweep under way
+        self._began: float | None = None  # when it did begin
         self._sweeps, self._last = 0, 0.0
         self._watched = False
         self._near = _near(engine)
@@ -140,6 +141,7 @@ class Live:
         rows = decoding, sum(len(run.tokens) for run in runs) - decoding
         with self._lock:
             self._rows, self._layer, self._began = rows, 0, self._clock()
+            self._runs = runs
         self._turn(True)
 
     def _before_layer(self, layer: int) -> None:
@@ -150,11 +152,12 @@ class Live:
         with self._lock:
             if self._began is not None:
                 whole = self._layer + 1 == len(self._engine.spec.layers)
+                whole = whole and not any(run.error for run in self._runs)  # no rows have left it
                 self._last = self._clock() - self._began
                 if whole:
                     self._remaining.swept(self._last, *self._rows)
                 self._sweeps += 1
-            self._began = None
+            self._began, self._runs = None, ()
         self._turn(False)
 
     def _on_route(

@@ -94,8 +94,9 @@ class Model:
 
         A run gets a ``NumericError`` in ``run.error`` whose numbers turn NaN or infinite, a
         ``ScratchError`` that loses what it moved to scratch files, a ``ReadError`` that chose an
-        expert that cannot be read; the others are not touched by it.  Other errors leave all states
-        broken, but for ``DoesNotFit`` and ``ScratchError``, which come before any has moved.
+        expert that cannot be read; the others are not touched by it.  Rows of a run that has an
+        error, its own or one that a hook gave it, leave the sweep before the next layer.  Others
+        leave all states broken, but for ``DoesNotFit`` and ``ScratchError``, before any has moved.
         """
         for run in runs:
             run.state.usable().reserve(len(run.tokens))
@@ -120,6 +121,9 @@ class Model:
                 stream = self._stream(runs, groups, sealed)
                 for layer in self.spec.layers:
                     hooks.before_layer(layer.index)
+                    groups = stream.leave(groups, {i for i, r in enumerate(runs) if r.error})
+                    if not groups:
+                        break  # nobody wants the rest
                     stream.move(self._sides.layers[layer.index])
                     with self._weights.layer(layer.index) as w:
                         self._attention(layer, stream, groups, runs, w)
@@ -132,8 +136,6 @@ class Model:
                         elif looks:
                             self._read_on(layer, stream, looks)
                         stream.side.kernels.finish()  # its memory may go to another layer
-                    if all(run.error for run in runs):
-                        break  # nobody wants the rest
                 else:
                     self._check(stream, groups, runs)
                     stream.move(self._sides.head)

@@ -7,8 +7,8 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from types import FrameType
 from typing import ClassVar, Final
 
@@ -29,6 +29,24 @@ from .tokenizer import Tokenizer
 
 CONNECTIONS: Final = 512  #: at a time; more are turned away with 503
 GRACE: Final = 5  #: seconds for clients to take what is left, in the end
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM leaves the block as Ctrl-C does, so that what is open is closed, also while the model
+    is loaded; the library gives on a signal that ends its server."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -87,9 +105,6 @@ def run(
         server.should_exit = True
 
     thread.on_death = dies
-    if threading.current_thread() is threading.main_thread():
-        # the library gives a signal on when it has ended, and what is open is to be closed then
-        signal.signal(signal.SIGTERM, _leave)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     say(f"serving {settings.model} at http://{shown}:{port}/v1")
@@ -158,7 +173,3 @@ def _lifespan(
         thread.close(GRACE)
 
     return lifespan
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

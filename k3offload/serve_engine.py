@@ -3,8 +3,8 @@
 Requests wait in a queue and begin in the order in which they came, when as many places are free as
 they have answers; all that have begun share every sweep.  Nobody waits for the thread in it:
 whoever hears of tokens must return at once.  What is said to it is done between two layers at the
-latest.  A request that nobody wants any more ends there too, if no other is in the sweep; otherwise
-its rows go along until the sweep has ended, since the others' states cannot be cut in the middle.
+latest.  A request that nobody wants any more ends there too: its rows leave the sweep, which goes
+on for the others, if there are any.
 
 A request that fails leaves the others alone.  An error of the engine that this file does not know
 ends the thread: everybody is told, and nothing is accepted any more.
@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from .batch_results import bare
-from .errors import DoesNotFit, K3Error, ScratchError, SessionError, UsageError
+from .errors import DoesNotFit, K3Error, ScratchError, UsageError
 from .generate import Done, Event, Loop, Prefill, Request, Token
 from .serve_inbox import Inbox
 from .serve_job import (
@@ -49,7 +49,7 @@ LONGEST_WAIT: Final = 3600  #: seconds that a client is told to wait at most
 
 
 class Abandoned(Exception):
-    """Nobody wants anything of the sweep under way."""
+    """The sweep under way ends with the thread."""
 
 
 class Progress(NamedTuple):
@@ -154,8 +154,11 @@ class EngineThread:
         return stop
 
     def close(self, timeout: float | None = None) -> None:
-        """End the requests under way and the thread, at the next layer."""
+        """End the thread, at the next layer.  Requests hear of it at once: a layer may take longer
+        than their clients are waited for."""
         self._inbox.close(ServerStopped("The server is ending.", "Try again later."))
+        for job in (*self._inbox.jobs(), *self._running):  # none is missed that begins meanwhile
+            self._say(job, Failed(self._inbox.why))
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
@@ -293,12 +296,16 @@ class EngineThread:
 
     def _on_sweep(self, runs: Sequence[Run]) -> None:
         self._runs = runs
-        decoding = sum(run.decode for run in runs)
-        rows = sum(len(run.tokens) for run in runs)
         self.progress = self.progress._replace(
-            sweep=self.progress.sweep + 1, layer=0, rows_decode=decoding,
-            rows_prompt=rows - decoding, begun=time.monotonic(), busy=True,
-        )  # fmt: skip
+            sweep=self.progress.sweep + 1, layer=0, begun=time.monotonic(), busy=True
+        )
+        self._count_rows()
+
+    def _count_rows(self) -> None:
+        left = [run for run in self._runs if run.error is None]
+        decoding = sum(run.decode for run in left)
+        rows = sum(len(run.tokens) for run in left)
+        self.progress = self.progress._replace(rows_decode=decoding, rows_prompt=rows - decoding)
 
     def _before_layer(self, layer: int) -> None:
         """Between two layers: what others have said is done now."""
@@ -308,19 +315,10 @@ class EngineThread:
             self._tell("layer")
         if not self._inbox.open:
             raise Abandoned
-        gone = {
-            id(choice.session.state)
-            for job in self._running
-            if job.cancelled
-            for choice in job.choices
-            if not choice.ended
-        }
-        for run in self._runs:
-            if id(run.state) in gone:
-                run.error = run.error or SessionError("Nobody wants the answer any more.")
-        # one that has failed by itself is to hear of it, which takes the sweep to its end
-        if all(id(run.state) in gone for run in self._runs):
-            raise Abandoned
+        if gone := [job for job in self._running if job.cancelled]:
+            for job in gone:
+                job.leave(self._runs)
+            self._count_rows()
 
     def _step(self) -> None:
         """A sweep, and a token of each request that is far enough."""

@@ -10,8 +10,9 @@ from typing import Final, Literal, NamedTuple, Protocol
 import numpy as np
 
 from .chat_parse import Content, Event, Finish
-from .errors import K3Error
+from .errors import K3Error, SessionError
 from .generate import Guide
+from .model import Run
 from .sampling import Row, Sampling
 from .session import Session
 from .textstream import TextStream
@@ -177,6 +178,13 @@ class Job:
     def places(self) -> int:
         """Sessions that it takes."""
         return len(self.ask.samplings)
+
+    def leave(self, runs: Sequence[Run]) -> None:
+        """Take its own out of a sweep over ``runs``, between two layers."""
+        own = {id(choice.session.state) for choice in self.choices if not choice.ended}
+        for run in runs:
+            if id(run.state) in own:
+                run.error = run.error or SessionError("Nobody wants the answer any more.")
 
     def view(self) -> JobView:
         phase: Phase = "waiting"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
@@ -20,6 +20,8 @@ from .errors import K3Error
 from .serve_engine import EngineThread
 from .serve_errors import Answer, TookTooLong, described, dumps
 from .serve_job import Ask, Ended, Failed, Step, Update
+
+FAREWELL: Final = 3  #: seconds for a client to take the last events, when the server ends
 
 
 class Writer(Protocol):
@@ -95,6 +97,7 @@ class Stream(EventSourceResponse):
             sep="\n",
             ping_message_factory=lambda: ServerSentEvent(comment=listener.comment(), sep="\n"),
             send_timeout=stalled,
+            shutdown_grace_period=FAREWELL,  # else the library may cut it before its last event
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,8 +1,8 @@
 """Routing of an engine that runs, row by row: what its hooks and its stores tell, for a trace.
 
 Hooks only copy what they are told; it is put into 8 bits for many rows at a time.  A sweep that
-did not pass all layers is left out.  This file knows sweeps and numbers; ``trace.py`` knows the
-format, ``trace_record.py`` the engine.
+did not pass all layers with all its rows is left out.  This file knows sweeps and numbers;
+``trace.py`` knows the format, ``trace_record.py`` the engine.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class Recorder:
         )
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._sequences: list[int] = []  # of the runs of this sweep
+        self._rows = 0  # of all of them; 0 where nobody told
         self._count = self._sweeps = 0  # sequences, whole sweeps
         self._events: list[tuple[float, ...]] = []
         self._began = time.perf_counter()
@@ -113,6 +114,7 @@ class Recorder:
                 self._numbers[run.state] = self._count
                 self._count += 1
         self._sequences = [self._numbers[run.state] for run in runs]
+        self._rows = sum([len(run.tokens) for run in runs])
 
     def on_ahead(
         self, layer: int, next_layer: int, scores: Array | None, latent: Array | None = None
@@ -122,6 +124,8 @@ class Recorder:
         if scores is not None and "ahead_best" in self._more and next_layer in self._places:
             self._add(_Piece(0, self._places[next_layer], True, (scores,)))
         if latent is not None and "latent" in self._more and layer in self._places and self._groups:
+            if len(latent) != self._groups[-1].end:
+                return  # rows have left the sweep
             if self._latent is None:
                 shape, kind = self._more["latent"]
                 self._latent = np.zeros((self._groups[-1].end, *shape), kind)
@@ -141,6 +145,9 @@ class Recorder:
                 self._begin()
             self._groups.append(group)
         elif not self._groups:  # recording began within this sweep
+            return
+        elif group != self._groups[self._heard % len(self._groups)]:  # rows have left the sweep
+            self._begin()
             return
         said = scores.cpu().numpy(), experts.numpy()
         self._add(_Piece(group.begin, self._places[layer], False, said))
@@ -209,6 +216,9 @@ class Recorder:
 
     def _keep(self) -> None:
         """The last router has spoken; what comes after it in this sweep is not waited for."""
+        if self._rows not in (0, self._groups[-1].end):  # some left before the first router spoke
+            self._begin()
+            return
         sequences = self._sequences
         if not sequences:  # recording began within this sweep
             runs = 1 + max(part.run for group in self._groups for part in group.parts)

@@ -9,7 +9,7 @@ group it shares.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ..config import GROUP_ROWS, KDA_CHUNK
@@ -79,6 +79,21 @@ def _parts(spans: Sequence[Span], decode: bool, row: int) -> list[Part]:
 
 def _group(parts: Sequence[Part], decode: bool) -> Group:
     return Group(parts[0].row, parts[-1].row + parts[-1].count, decode, tuple(parts))
+
+
+def without(groups: Sequence[Group], gone: Collection[int]) -> tuple[list[Group], list[int]]:
+    """``groups`` as they are once the runs ``gone`` have left the sweep, and which rows stay."""
+    left: list[Group] = []
+    rows: list[int] = []
+    for group in groups:
+        parts = []
+        for part in group.parts:
+            if part.run not in gone:
+                parts.append(part._replace(row=len(rows)))
+                rows += range(part.row, part.row + part.count)
+        if parts:
+            left.append(_group(parts, group.decode))
+    return left, rows
 
 
 def cut(position: int, waiting: int, budget: int) -> int:
