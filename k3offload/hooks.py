@@ -45,7 +45,9 @@ class Hooks:
     def add(self, **watches: Callable[..., None]) -> None:
         """Let these watch too, by the names of their hooks, after those that do."""
         for name, watch in watches.items():
-            setattr(self, name, _after(getattr(self, name), watch))
+            first = getattr(self, name)
+            alone = first is getattr(Hooks, name)  # nobody has watched so far
+            setattr(self, name, watch if alone else _after(first, watch))
 
 
 def _after(first: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:
