@@ -17,6 +17,9 @@ longer after a kill, and what lies behind is not read.
 
 Rows (tokens) stand in the order in which they were computed; those of one sweep passed the layers
 together and shared reads.  10,000 tokens of 92 layers and k = 16 are 55 MB before compression.
+``benchmarks/record_cost.py`` measures what recording them takes of a step, and each of the
+further arrays too.  ``mixing`` takes long: its shares are computed a second time.
+
 Further arrays, each only where it was asked for, with what it adds to these 55 MB:
 
     ahead   ahead_best, ahead_codes [T, L, M]: what the layer's router said at the end of the layer
