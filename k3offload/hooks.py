@@ -31,7 +31,8 @@ class Hooks:
     ``on_swept`` that their sweep has ended, well or not, ``on_route`` routing, ``on_ahead`` what
     the next layer's pages are guessed from, and ``on_mix``, if there is one, what the residual
     attention of each sublayer mixes.  ``on_lost`` is told of a page that could not be read, and
-    raises what ends the sweep if nothing can.  ``wants``: of ``router`` and ``latent``, what
+    raises what ends the sweep if nothing can.  Whoever watches routing may keep what it is told:
+    nobody writes to it again.  ``wants``: of ``router`` and ``latent``, what
     ``on_ahead`` is to see, asked for by a predictor or not."""
 
     before_layer: Callable[[int], None] = lambda layer: None
@@ -46,7 +47,9 @@ class Hooks:
     def add(self, **watches: Callable[..., None]) -> None:
         """Let these watch too, by the names of their hooks, after those that do."""
         for name, watch in watches.items():
-            setattr(self, name, _after(getattr(self, name), watch))
+            first = getattr(self, name)
+            alone = first is getattr(Hooks, name)  # nobody has watched so far
+            setattr(self, name, watch if alone else _after(first, watch))
 
 
 def _after(first: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:

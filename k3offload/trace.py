@@ -17,6 +17,9 @@ longer after a kill, and what lies behind is not read.
 
 Rows (tokens) stand in the order in which they were computed; those of one sweep passed the layers
 together and shared reads.  10,000 tokens of 92 layers and k = 16 are 55 MB before compression.
+``benchmarks/record_cost.py`` measures what recording them takes of a step, and each of the
+further arrays too.  ``mixing`` takes long: its shares are computed a second time.
+
 Further arrays, each only where it was asked for, with what it adds to these 55 MB:
 
     ahead   ahead_best, ahead_codes [T, L, M]: what the layer's router said at the end of the layer
@@ -54,10 +57,10 @@ from .scheduler.replay_timed import Guessed
 from .session_manifest import need_zarr
 
 FORMAT, VERSION = "k3offload trace", 2
-CHUNK: Final = 256 << 10  #: bytes of a chunk of ``best`` and ``codes``, about, before compression
-ROWS: Final = (64, 4096)  #: of a chunk, at least and at most, but for
-LARGEST: Final = 4 << 20  #: bytes of all chunks of the same rows, at most, about
-EVENTS: Final = 1 << 14  #: of a chunk
+#: bytes of all chunks of the same rows, at most, about: to write a small one takes as long
+CHUNKS: Final = 4 << 20
+EVENTS: Final = 1 << 17  #: of a chunk
+LEVEL: Final = 1  #: of compression: 3 takes three times as long and saves 2 of 100 bytes
 PARTS: Final = ("ahead", "latent", "margin", "mixing", "tiers")  #: that may be asked for
 Array = npt.NDArray[Any]
 EVENT: Final[dict[str, str]] = {
@@ -164,8 +167,7 @@ class Writer:
         rows = {"best": ((depth, wide), "u2"), "codes": ((depth, wide), "u1"), "decode": ((), "?")}
         rows |= dict.fromkeys(("sweep", "sequence", "position"), ((), "i4")) | dict(more or {})
         row = sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in rows.values())
-        step = int(np.clip(CHUNK // (3 * depth * wide), *ROWS))
-        self.step = max(1, min(step, LARGEST // row))  #: rows of a chunk
+        self.step = max(1, CHUNKS // row)  #: rows of a chunk
         every = {name: ((), kind) for name, kind in EVENT.items()} if events else {}
         self._group = zarr.create_group(self.folder, zarr_format=3, overwrite=True)
         self._row = _Growing(self._group, "rows", rows, self.step)
@@ -191,8 +193,8 @@ class Writer:
 
     def close(self) -> None:
         """Write what is left."""
-        self._row.flush(1)
-        self._event.flush(1)
+        self._row.close()
+        self._event.close()
 
 
 def new_folder(folder: str | Path) -> Path:
@@ -206,21 +208,24 @@ def new_folder(folder: str | Path) -> Path:
 
 
 class _Growing:
-    """Arrays that grow together by whole chunks.  ``name``: the attribute that counts rows."""
+    """Arrays that grow together by whole chunks.  ``name``: the attribute that counts rows.  They
+    grow ahead of their rows, for that rewrites a file of each."""
 
     def __init__(
         self, group: Any, name: str, arrays: Mapping[str, tuple[tuple[int, ...], str]], step: int
     ) -> None:
         from zarr.codecs import BloscCodec
 
-        self._group, self._name, self._step, self._done = group, name, step, 0
+        self._group, self._name, self._step = group, name, step
+        self._done = self._room = 0
         self._waiting: dict[str, list[Array]] = {key: [] for key in arrays}
         self._count = 0
         # chunks that are all 0 are written too: one that is missing is damage
         self._arrays = {
             key: group.create_array(
                 key, shape=(0, *shape), chunks=(step, *(max(1, n) for n in shape)), dtype=kind,
-                compressors=BloscCodec(cname="zstd", clevel=3), config={"write_empty_chunks": True},
+                compressors=BloscCodec(cname="zstd", clevel=LEVEL),
+                config={"write_empty_chunks": True},
             )
             for key, (shape, kind) in arrays.items()
         }  # fmt: skip
@@ -231,20 +236,31 @@ class _Growing:
             self._waiting[key].append(array)
         self._count += len(array)
         if self._count >= self._step:
-            self.flush(self._step)
+            self._flush(self._count // self._step * self._step)
 
-    def flush(self, least: int) -> None:
-        """Write whole chunks; and the rest, if that is at least ``least`` rows."""
-        if not self._count:
+    def close(self) -> None:
+        self._flush(self._count)
+        if self._room > self._done:
+            self._resize(self._done)
+
+    def _flush(self, count: int) -> None:
+        """Write the first ``count`` rows of those that wait."""
+        if not count:
             return
-        count = self._count if least == 1 else self._count // least * least
+        end = self._done + count
+        if end > self._room:
+            self._resize(max(end, 2 * self._room))
         for key, array in self._arrays.items():
             whole = np.concatenate(self._waiting[key])
-            array.resize((self._done + count, *array.shape[1:]))
-            array[self._done :] = whole[:count].astype(array.dtype, copy=False)
+            array[self._done : end] = whole[:count].astype(array.dtype, copy=False)
             self._waiting[key] = [whole[count:].copy()]
-        self._done, self._count = self._done + count, self._count - count
-        self._group.attrs[self._name] = self._done  # from here on it is part of the trace
+        self._done, self._count = end, self._count - count
+        self._group.attrs[self._name] = end  # from here on it is part of the trace
+
+    def _resize(self, rows: int) -> None:
+        self._room = rows
+        for array in self._arrays.values():
+            array.resize((rows, *array.shape[1:]))
 
 
 def read_some(path: Path, rows: int | None) -> Trace:

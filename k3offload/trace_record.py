@@ -58,69 +58,47 @@ def record(
     folder: Path,
     parts: Collection[str] = (),
     about: Mapping[str, Any] | None = None,
-) -> None:
+) -> Recorder:
     """Record what ``engine`` does from now on, until it is closed.  Raises ``UsageError``."""
     check_parts(parts)
     moe, spec = engine.spec.moe, engine.spec
     if moe is None or engine.store is None:
         raise UsageError("This model has no routed experts to trace.", "Leave --trace out.")
+    watched: list[tuple[ExpertStore, Watch]] = []  # and who watched before
+
+    def failed(error: OSError) -> None:
+        for store, before in watched:
+            store.watch = before
+        name = show_path(recorder.writer.folder)
+        engine.warn(f"the trace {name} ends here: {error.strerror}")
+
     recorder = Recorder(
         folder, spec.moe_layers, moe.experts, moe.top_k,
         ahead="ahead" in parts, margin="margin" in parts, tiers="tiers" in parts,
         latent=(moe.latent or spec.hidden) if "latent" in parts else 0,
         mixing=_mixing(spec) if "mixing" in parts else None,
+        workers=engine.kernels.workers, failed=failed,
         order=_order(engine), page_bytes=engine.checkpoint.expert_bytes,
         source="k3offload",
         about={"slots": engine.store.slots, "policy": short(engine.options.policy),
                "predict": short(engine.options.predict), **(about or {})},
     )  # fmt: skip
-    safe = _Safe(engine, recorder)
-    engine.hooks.add(
-        on_sweep=safe.of(recorder.on_sweep), on_route=safe.of(recorder.on_route),
-        on_ahead=safe.of(recorder.on_ahead),
-    )  # fmt: skip
+    engine.hooks.add(on_sweep=recorder.on_sweep, on_route=recorder.on_route)
+    if "ahead" in parts or "latent" in parts:
+        engine.hooks.add(on_ahead=recorder.on_ahead)
     engine.hooks.wants = {"router" if part == "ahead" else part for part in parts}
     if "mixing" in parts:
-        engine.hooks.on_mix = safe.of(recorder.on_mix)
+        engine.hooks.on_mix = recorder.on_mix
     if "tiers" in parts:
         stores: list[ExpertStore | None] = [engine.store]
         if engine.accelerator is not None:
             stores.append(engine.accelerator.store)
         for tier, store in enumerate(stores):
             if store is not None:
-                safe.watch(store, tier)
-    engine.closing.append(safe.of(recorder.close))
-
-
-class _Safe:
-    """Ends the recording, with a warning, where the trace can no longer be written."""
-
-    def __init__(self, engine: Engine, recorder: Recorder) -> None:
-        self._warn, self._recorder, self._ended = engine.warn, recorder, False
-        self._watched: list[tuple[ExpertStore, Watch]] = []  # and who watched before
-
-    def of(self, heard: Any) -> Any:
-        def safe(*given: Any) -> None:
-            if self._ended:
-                return
-            try:
-                heard(*given)
-            except OSError as error:
-                self._end(error)
-
-        return safe
-
-    def watch(self, store: ExpertStore, tier: int) -> None:
-        self._watched.append((store, store.watch))
-        store.watch = self._recorder.watch(tier)
-
-    def _end(self, error: OSError) -> None:
-        self._ended = True
-        for store, before in self._watched:
-            store.watch = before
-        self._recorder.drop()
-        folder = show_path(self._recorder.writer.folder)
-        self._warn(f"the trace {folder} ends here: {error.strerror}")
+                watched.append((store, store.watch))
+                store.watch = recorder.watch(tier)
+    engine.closing.append(recorder.close)
+    return recorder
 
 
 def _order(engine: Engine) -> Array:

@@ -17,7 +17,8 @@ from k3offload import trace
 from k3offload.errors import UsageError
 from k3offload.find import find_model
 from k3offload.kernels.attnres_reference import attnres
-from k3offload.scheduler.hints import CHOSEN, NEAR, quantise
+from k3offload.model import Run
+from k3offload.scheduler.hints import CHOSEN, NEAR, nearest, quantise
 from k3offload.scheduler.lease import Event
 from k3offload.scheduler.sweep import Group, Span, pack
 from k3offload.spec import ModelSpec
@@ -43,9 +44,22 @@ def positions(group: Group) -> list[int]:
     return [part.start + i for part in group.parts for i in range(part.count)]
 
 
+class State:
+    """Of a sequence."""
+
+
+STATES = [State() for _ in range(400)]
+
+
+def runs_of(spans: Sequence[Span]) -> Any:
+    """Of the same sequences each time."""
+    return [Run(STATES[i], range(span.count)) for i, span in enumerate(spans)]  # type: ignore[arg-type]
+
+
 def sweep(r: Recorder, spans: Sequence[Span], stop: int | None = None, ahead: bool = False) -> None:
     """One sweep through the hooks, layer by layer, up to layer ``stop``."""
     groups = pack(spans)
+    r.on_sweep(runs_of(spans))
     for layer in LAYERS:
         if layer == stop:
             return
@@ -68,7 +82,7 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     t = read_trace(tmp_path / "t")
     assert t.layers.tolist() == list(LAYERS) and (t.experts, t.top_k) == (EXPERTS, TOP_K)
     assert t.position.tolist() == [30, *range(600), *range(5, 25), 31, 32]
-    assert t.sequence.tolist() == [1, *[0] * 600, *[2] * 20, 0, 0]
+    assert t.sequence.tolist() == [1, *[0] * 600, *[2] * 20, 0, 0]  # as they came
     assert t.sweep.tolist() == [0] * 621 + [1, 2]
     assert t.decode.tolist() == [True, *[False] * 620, True, True]
     assert (np.take_along_axis(t.dense(), t.best.astype(int), 2) == t.codes).all()
@@ -107,6 +121,22 @@ def test_a_row_gets_the_same_bytes_in_any_company(tmp_path: Path) -> None:
     assert (one.best == all_.best).all() and (one.codes == all_.codes).all()
 
 
+def test_without_the_native_library_the_bytes_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("native", "numpy"):
+        if name == "numpy":
+            monkeypatch.setattr("k3offload.trace_rows.native.available", lambda: False)
+        r = recorder(tmp_path / name, ahead=True, margin=True)
+        sweep(r, [Span(0, 3000, False), Span(9, 1, True)])  # put into 8 bits layer by layer
+        sweep(r, [Span(9, 1, True)], ahead=True)
+        r.close()
+    native, numpy = (read_trace(tmp_path / name) for name in ("native", "numpy"))
+    assert native.digest == numpy.digest and len(native.best) == 3002
+    for name in native.more:
+        assert native.more[name].any() and (native.more[name] == numpy.more[name]).all()
+
+
 def test_latents_only_when_wanted(tmp_path: Path) -> None:
     for width, wanted in ((3, [1.0, 0.0, 0.0]), (0, [])):
         r = recorder(tmp_path / str(width), latent=width)
@@ -143,7 +173,8 @@ def test_memory_is_bounded_and_a_kill_loses_one_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is on the disk is readable at any time: here after every sweep, nothing closed."""
-    monkeypatch.setattr(trace, "ROWS", (8, 8))
+    row = 3 * (TOP_K + NEAR) * len(LAYERS) + 3 * 4 + 1
+    monkeypatch.setattr(trace, "CHUNKS", 8 * row)
     monkeypatch.setattr("k3offload.trace_rows.RAW", 600)
     r = recorder(tmp_path / "t")
     for position in range(40):
@@ -161,8 +192,6 @@ def test_ten_thousand_tokens_of_k3_are_less_than_80_mb(tmp_path: Path) -> None:
     """A fiftieth of them, of random routing, which cannot be made small."""
     rng = np.random.default_rng(0)
     scores = rng.random((200 * 92, 896), np.float32)
-    from k3offload.scheduler.hints import nearest
-
     best, codes = nearest(quantise(scores, 16), 16)
     t = plain(
         np.arange(1, 93), 896, 16, best.reshape(200, 92, 20).astype(np.uint16),
@@ -265,8 +294,6 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(
 def test_a_full_disk_ends_what_hears_the_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[Recorder] = []
-    monkeypatch.setattr(Recorder, "drop", _noting(Recorder.drop, heard))
     monkeypatch.setattr("k3offload.trace_rows.RAW", 1)  # every sweep is written
 
     def full(*given: Any, **more: Any) -> None:
@@ -276,26 +303,18 @@ def test_a_full_disk_ends_what_hears_the_stores(
         assert engine.store is not None
         before = engine.store.watch
         engine.warn = lambda text: None
-        record(engine, tmp_path / "t", ["tiers"])
+        heard = record(engine, tmp_path / "t", ["tiers"])
         assert engine.store.watch is not before
         monkeypatch.setattr(Writer, "append", full)
         with engine.session() as session:
             session.append([1, 2, 3])
             session.logits()
-            assert engine.store.watch is before and len(heard) == 1
+            assert engine.store.watch is before and not heard._events
             requests = engine.store.counts.requests
             session.append([4, 5])
             session.logits()
             assert engine.store.counts.requests > requests
-            assert not heard[0]._events and not heard[0]._waiting
-
-
-def _noting(method: Any, heard: list[Any]) -> Any:
-    def noted(self: Any) -> None:
-        heard.append(self)
-        method(self)
-
-    return noted
+            assert not heard._events and not heard._waiting
 
 
 @pytest.mark.parametrize("how", ["a prompt", "a few", "a crowd"])
@@ -326,6 +345,7 @@ def test_recording_takes_no_more_than_is_planned(how: str, tmp_path: Path) -> No
     tracemalloc.start()
     try:
         for _ in range(2):
+            r.on_sweep(runs_of(spans))
             for layer in range(deep):
                 if how != "a prompt":
                     r.on_ahead(

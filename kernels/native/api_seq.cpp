@@ -88,6 +88,13 @@ K3_API int k3_route(Pool* pool, int64_t rows, int64_t count, int64_t top_k, int 
     return share_rows(pool, ops().route, args, rows, 3.0 * double(count));
 }
 
+// chosen may be null.
+K3_API int k3_codes(Pool* pool, int64_t rows, int64_t count, int64_t top_k, int64_t best_k, int64_t far,
+                    const float* scores, const int64_t* chosen, uint16_t* best, uint8_t* codes) {
+    CodesArgs args{scores, chosen, best, codes, count, top_k, best_k, far};
+    return share_rows(pool, ops().codes, args, rows, 4.0 * double(count));
+}
+
 K3_API int k3_combine(Pool* pool, int type, int64_t rows, int64_t count, int64_t width, const void* x,
                       const int64_t* at, const float* weights, void* out) {
     CombineArgs args{x, at, weights, out, count, width, Dtype(type)};

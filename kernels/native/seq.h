@@ -144,11 +144,21 @@ struct UnpackArgs {  // items: rows
     Dtype type;
 };
 
+// Router scores in 8 bits, and the best of each row.
+struct CodesArgs {  // items: rows
+    const float* scores;    // [rows, count]
+    const int64_t* chosen;  // [rows, top_k], which come before all others; or null
+    uint16_t* best;         // [rows, best_k]: experts
+    uint8_t* codes;         // [rows, best_k]
+    int64_t count, top_k, best_k, far;  // far: so many scores are higher than the one of code 0
+};
+
 struct SeqOps {
     void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);
     void (*glu)(const GluArgs&, int64_t begin, int64_t end);
     void (*attnres)(const MixArgs&, int64_t begin, int64_t end);
     void (*route)(const RouteArgs&, int64_t begin, int64_t end);
+    void (*codes)(const CodesArgs&, int64_t begin, int64_t end);
     void (*combine)(const CombineArgs&, int64_t begin, int64_t end);
     void (*add)(const AddArgs&, int64_t begin, int64_t end);
     void (*short_conv)(const ConvArgs&, int64_t begin, int64_t end);
