@@ -8,7 +8,7 @@
 #define K3_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a C signature changes, so that an old build is refused (kernels/native.py).
-constexpr int K3_ABI = 7;
+constexpr int K3_ABI = 8;
 
 namespace k3 {
 
