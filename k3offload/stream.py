@@ -122,6 +122,13 @@ class Stream:
             self.sealed.sums, self.peaks = rest[: len(sums)], rest[len(sums) :]
         self.side = side
 
+    def picked(self, rows: Sequence[int]) -> list[torch.Tensor]:
+        """``rows`` of each summary and of the running sum."""
+        if isinstance(self.sealed, Resident) and len(rows) == self.p.shape[0]:  # all, in order
+            return [*self.sealed.sums, self.p]
+        (index,) = self.side.kernels.here(torch.tensor(rows))
+        return [*self.sealed.picked(index), self.p[index]]
+
 
 def own(rows: torch.Tensor, group: Group) -> torch.Tensor:
     """The rows of ``group`` among those of a sweep."""

@@ -53,7 +53,8 @@ def mla_decode(
             each, size, end - first, nope, rope, v, kv_lora, scale, q,
             addresses(blocks), weight, out, sums, state, also=blocks,
         )  # fmt: skip
-        finish()  # the blocks are not ours any more once others are asked for
+        if not isinstance(pieces, list):
+            finish()  # the blocks are not ours any more once others are asked for
     return out, sums
 
 

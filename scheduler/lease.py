@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from enum import IntEnum
 from itertools import islice
 
@@ -83,15 +83,18 @@ class Lease:
     def pinned(self) -> set[PageId]:
         return {*self.order, *self.held}
 
-    def have(self, page: PageId) -> None:
-        """``page`` is resident."""
-        self.coming.discard(page)
-        self.ready[page] = self.order[page] = None
+    def take(self, pages: Sequence[PageId], coming: Collection[PageId]) -> None:
+        """``pages`` are pinned, and resident but for those that are ``coming``."""
+        self.order.update(dict.fromkeys(pages))
+        if coming:
+            self.coming.update(coming)
+            pages = [page for page in pages if page not in coming]
+        self.ready.update(dict.fromkeys(pages))
 
-    def await_(self, page: PageId) -> None:
-        """``page`` is loading."""
-        self.coming.add(page)
-        self.order[page] = None
+    def have(self, page: PageId) -> None:
+        """``page``, which was coming, is resident."""
+        self.coming.discard(page)
+        self.ready[page] = None
 
     def lose(self, page: PageId) -> None:
         """``page``, which was coming, does not."""
@@ -122,8 +125,12 @@ class Lease:
             return some if some and self.coming.isdisjoint(some) else None
         return list(islice(self.ready, most)) if self.ready or not self.coming else None
 
-    def hold(self, pages: Iterable[PageId]) -> None:
+    def hold(self, pages: Sequence[PageId]) -> None:
         """Hand out ``pages``, which are ready."""
+        self.held += pages
+        if len(self.held) == len(self.order):  # all there is, and nothing is coming
+            self.ready.clear()
+            self.order.clear()
+            return
         for page in pages:
             del self.ready[page], self.order[page]
-            self.held.append(page)

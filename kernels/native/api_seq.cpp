@@ -102,6 +102,13 @@ K3_API int k3_add(Pool* pool, int type, int64_t rows, int64_t width, const void*
     return share_rows(pool, ops().add, args, rows, 0.3 * double(width));
 }
 
+// out = x * sigmoid(gate), of the gate's type.
+K3_API int k3_output_gate(Pool* pool, int type, int64_t rows, int64_t width, const float* x,
+                          const void* gate, void* out) {
+    OpenArgs args{x, gate, out, width, Dtype(type)};
+    return share_rows(pool, ops().output_gate, args, rows, 0.6 * double(width));
+}
+
 K3_API int k3_short_conv(Pool* pool, int type, int64_t rows, int64_t channels, int64_t taps,
                          const void* x, const void* tail, const float* weight, float* out,
                          void* moved) {
@@ -217,6 +224,7 @@ K3_BY_WORDS(k3_attnres)
 K3_BY_WORDS(k3_route)
 K3_BY_WORDS(k3_combine)
 K3_BY_WORDS(k3_add)
+K3_BY_WORDS(k3_output_gate)
 K3_BY_WORDS(k3_short_conv)
 K3_BY_WORDS(k3_kda_gate)
 K3_BY_WORDS(k3_l2_norm)
