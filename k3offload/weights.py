@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -117,17 +117,14 @@ class Weights:
 
     # ---- layers ----
 
-    @contextmanager
-    def layer(self, index: int, urgency: Urgency = demand) -> Iterator[LayerWeights]:
+    def layer(self, index: int, urgency: Urgency = demand) -> AbstractContextManager[LayerWeights]:
         """The weights of layer ``index``, valid inside the ``with`` block; see ``Ring.use``."""
         if index in self._resident:
             self.counts.requests += 1
             self.counts.hits += 1
-            yield self._resident[index]
-            return
+            return nullcontext(self._resident[index])
         assert self._ring is not None
-        with self._ring.use(index, urgency) as weights:
-            yield weights
+        return self._ring.use(index, urgency)
 
     def hasten(self, layer: int) -> None:
         """Somebody waits for ``layer``, which is being read for a device."""

@@ -14,21 +14,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any
 
 from ..errors import SlotsExhausted
 from ..tiers.base import CachePolicy, Cancelled, PageId, Priority, Ticket, Tier
 from .counts import Counts
 from .hints import Codes, Experts
-from .lease import NO_PAGE, Event, Lease, Lost, Watch, victim
+from .lease import NO_PAGE, Batch, Event, Lease, Leased, Lost, Watch, victim
 
 MOST = 16  #: pages that a lease hands out at once
 PREFETCH_ROOM = 64  #: prefetched pages waiting to be asked for, if the slots allow that many
-
-#: pages and their slots; on a device these are tensors
-Batch = list[tuple[PageId, Any]]
 
 
 class ExpertStore:
@@ -105,15 +101,15 @@ class ExpertStore:
 
     # ---- leases ----
 
-    @contextmanager
     def lease(
         self,
         pages: Iterable[PageId],
         most: int = MOST,
         priority: Priority = Priority.DEMAND,
         lost: Lost | None = None,
-    ) -> Iterator[Iterator[Batch]]:
-        """An iterator over lists of (page, slot) that covers each of the distinct ``pages`` once.
+    ) -> Leased:
+        """For a ``with`` block: an iterator over lists of (page, slot) that covers each of the
+        distinct ``pages`` once.
 
         Entering starts the reads of all pages that find a slot, in the tier's order.  Each step
         waits for a page and hands out what is there, ``most`` at once; while more pages than slots
@@ -123,37 +119,42 @@ class ExpertStore:
         the walk goes on without it.  Raises the tier's ``ReadError`` where ``lost`` is None, or
         ``SlotsExhausted`` if this thread itself holds all.
         """
-        lease = Lease(dict.fromkeys(pages), priority, lost)
-        walk = self._walk(lease, most)
-        try:
-            with self._change:
-                self._leases.add(lease)
-                self.watch(Event.LEASE, NO_PAGE, 0)
-                self._take_present(lease)
-                self._start_reads(lease)
-            yield walk
-        finally:
-            walk.close()
-            with self._change:
-                self._drop(lease)
+        return Leased(self, Lease(dict.fromkeys(pages), priority, lost), most)
 
-    def _walk(self, lease: Lease, most: int) -> Generator[Batch, None, None]:
-        while True:
-            with self._change:
-                self.watch(Event.STEP, NO_PAGE, 0)
-                self._release_held(lease)
-                lease.hold(self._next_pages(lease, most))
-                self.watch(Event.TAKEN, NO_PAGE, 0)
-                batch = [(page, self._slots[self._slot[page]]) for page in lease.held]
-                failed, lease.failed = lease.failed, []
-            lease.tell(failed)
-            if not batch and not failed:
-                return
-            if not batch:
-                continue
-            if self._handed_out is not None:
-                self._handed_out([slot for _, slot in batch])
-            yield batch
+    def begin(self, lease: Lease) -> None:
+        """Called by ``Leased``: it is entered."""
+        with self._change:
+            self._leases.add(lease)
+            self.watch(Event.LEASE, NO_PAGE, 0)
+            self._take_present(lease)
+            self._start_reads(lease)
+
+    def step(self, lease: Lease, most: int) -> Batch | None:
+        """Called by ``Leased``: the next pages; None if none is left, empty if some were lost."""
+        with self._change:
+            self.watch(Event.STEP, NO_PAGE, 0)
+            self._release_held(lease)
+            lease.hold(self._next_pages(lease, most))
+            self.watch(Event.TAKEN, NO_PAGE, 0)
+            batch = [(page, self._slots[self._slot[page]]) for page in lease.held]
+            failed, lease.failed = lease.failed, []
+        lease.tell(failed)
+        if batch and self._handed_out is not None:
+            self._handed_out([slot for _, slot in batch])
+        return batch if batch or failed else None
+
+    def end(self, lease: Lease) -> None:
+        """Called by ``Leased``: let go of everything.  What nobody else waits for and has not begun
+        is not read."""
+        with self._change:
+            self._leases.discard(lease)
+            self._release_held(lease)
+            self._unpin(lease.ready)
+            for page in list(lease.coming):
+                self._waiting[page].remove(lease)
+                self._unpin([page])
+                if page not in self._pins:
+                    self._cancel(page)
 
     def _next_pages(self, lease: Lease, most: int) -> list[PageId]:
         """Waits for pages to hand out; none if the walk is over, or pages were lost."""
@@ -230,17 +231,6 @@ class ExpertStore:
             self._given_back([self._slots[self._slot[page]] for page in lease.held])
         self._unpin(lease.held)
         lease.held.clear()
-
-    def _drop(self, lease: Lease) -> None:
-        """Let go of everything.  What nobody else waits for and has not begun is not read."""
-        self._leases.discard(lease)
-        self._release_held(lease)
-        self._unpin(lease.ready)
-        for page in list(lease.coming):
-            self._waiting[page].remove(lease)
-            self._unpin([page])
-            if page not in self._pins:
-                self._cancel(page)
 
     # ---- prefetch ----
 

@@ -231,11 +231,11 @@ def fail_behind(patch: pytest.MonkeyPatch, last: int) -> list[int]:
     ``last`` fails."""
     made: list[int] = []
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-    def count(words: int) -> int:
+    def counted(words: int) -> int:
         made.append(words)
         return len(made) == last
 
+    count = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(counted)
     place, called = ctypes.cast(count, ctypes.c_void_p).value, c_function.CFunction.__call__
 
     def call(f: c_function.CFunction, *args: Any, **rest: Any) -> None:
