@@ -15,8 +15,8 @@ import torch
 
 from .arena import as_bytes, raw_bytes
 from .kernels.choose import Kernels
-from .scheduler.lease import Lost
-from .scheduler.store import Batch, ExpertStore
+from .scheduler.lease import Batch, Lost
+from .scheduler.store import ExpertStore
 from .tiers.base import Buffer, PageId, Ticket
 from .tiers.device import Device, Mark
 

@@ -17,7 +17,6 @@ from .kernels.choose import Kernels
 from .kernels.latents_reference import pack
 from .kernels.linear_reference import Weight
 from .kernels.mla_prefill_reference import Query
-from .kernels.rows import by_lanes
 from .scheduler.sweep import Group, Part
 from .spec import MlaSpec, ModelSpec
 from .state import SequenceState
@@ -61,8 +60,11 @@ def mla(
     attend_group = _decode if group.decode else _prefill
     attended = attend_group(q, group, states, w.layer, up, m, kernels).flatten(1)
     if gate:
-        attended *= by_lanes(torch.sigmoid, gate[0].float())
-    return project("o_proj", attended.to(x.dtype))
+        attended = kernels.output_gate(attended, gate[0])
+    else:
+        kernels.finish()
+        attended = attended.to(x.dtype)
+    return project("o_proj", attended)
 
 
 def _decode(
@@ -75,7 +77,7 @@ def _decode(
     kernels: Kernels,
 ) -> torch.Tensor:
     """``q`` [R, h, nope + rope], a token of another sequence in each row -> [R, h, v] float32."""
-    out = q.new_zeros(q.shape[0], m.heads, m.v, dtype=torch.float32)  # of who lost his latents
+    done: list[torch.Tensor] = []
     scale = (m.nope + m.rope) ** -0.5
     for i, part in enumerate(group.parts):
         state = states[part.run]
@@ -83,8 +85,10 @@ def _decode(
         if state.failed is None:
             with state.losing():
                 pieces = kernels.unpacked(own.pieces(), own.length, state.form, q.dtype, True)
-                out[i] = kernels.mla_decode(q[i], pieces, own.length, up, m.nope, m.v, scale)
-    return out
+                done.append(kernels.mla_decode(q[i], pieces, own.length, up, m.nope, m.v, scale))
+        if len(done) == i:  # he has lost his latents
+            done.append(q.new_zeros(m.heads, m.v, dtype=torch.float32))
+    return kernels.joined([y[None] for y in done])
 
 
 def _prefill(

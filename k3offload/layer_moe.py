@@ -167,9 +167,9 @@ def _has_all(store: ExpertStore | Adaptive, pages: Mapping[PageId, object]) -> b
 def _places(experts: torch.Tensor, layer: int) -> dict[PageId, list[int]]:
     """Page -> where in ``experts`` [R, k], as flat numbers in rising order, it was chosen; pages
     in rising order, so that what a cache sees of them does not depend on that of the rows."""
-    flat = experts.view(-1).tolist()
+    flat, page = experts.view(-1).tolist(), PageId
     if experts.shape[0] == 1:  # no expert is chosen twice
-        return {PageId(layer, number): [place] for place, number in enumerate(flat)}
+        return {page(layer, number): [place] for place, number in enumerate(flat)}
     places: dict[int, list[int]] = {}
     for place, number in enumerate(flat):
         places.setdefault(number, []).append(place)

@@ -343,9 +343,7 @@ class Model:
             ]
             for i in range(0, len(wanted), ROW_TILE):
                 some = wanted[i : i + ROW_TILE]
-                rows = [row for _, _, row in some]
-                (index,) = kernels.here(torch.tensor(rows))
-                h = mix([*stream.sealed.picked(index), stream.p[index]])
+                h = mix(stream.picked([row for _, _, row in some]))
                 x = kernels.rms_norm(h, w.vector("norm.weight"), self.spec.eps)
                 kernels.finish()
                 x = x.float()

@@ -169,6 +169,13 @@ class Stream:
             self.sealed.keep(index)
         return left
 
+    def picked(self, rows: Sequence[int]) -> list[torch.Tensor]:
+        """``rows`` of each summary and of the running sum."""
+        if isinstance(self.sealed, Resident) and len(rows) == self.p.shape[0]:  # all, in order
+            return [*self.sealed.sums, self.p]
+        (index,) = self.side.kernels.here(torch.tensor(rows))
+        return [*self.sealed.picked(index), self.p[index]]
+
 
 def kept(sums: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """``rows`` (their numbers, rising) of ``sums`` [R, H], in the memory of ``sums``: a sweep in

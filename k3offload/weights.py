@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class Weights:
         self.head_counts = Counts()  # passes over the head
         self.embed_counts = Counts()  # rows of the embedding
         self._resident: dict[int, LayerWeights] = {}
-        self._experts: dict[int, tuple[PageId, Expert]] = {}  # by the address of the slot
+        self._experts: dict[int, tuple[PageId, Memory, Expert]] = {}  # by the id of the slot
         self._embed = checkpoint.globals()[EMBED]
         head = head_tensors(checkpoint)
         self._tied, self._head = not head, head or [self._embed]
@@ -117,17 +117,14 @@ class Weights:
 
     # ---- layers ----
 
-    @contextmanager
-    def layer(self, index: int, urgency: Urgency = demand) -> Iterator[LayerWeights]:
+    def layer(self, index: int, urgency: Urgency = demand) -> AbstractContextManager[LayerWeights]:
         """The weights of layer ``index``, valid inside the ``with`` block; see ``Ring.use``."""
         if index in self._resident:
             self.counts.requests += 1
             self.counts.hits += 1
-            yield self._resident[index]
-            return
+            return nullcontext(self._resident[index])
         assert self._ring is not None
-        with self._ring.use(index, urgency) as weights:
-            yield weights
+        return self._ring.use(index, urgency)
 
     def hasten(self, layer: int) -> None:
         """Somebody waits for ``layer``, which is being read for a device."""
@@ -262,28 +259,24 @@ class Weights:
         They are made, and their scales checked, once for each page that comes to a slot, where it
         is read from disk by the thread that read it (`arrived`): both take as long as a few percent
         of the page's arithmetic."""
-        if isinstance(buffer, torch.Tensor):
-            address = buffer.data_ptr()
-        else:
-            address = buffer.__array_interface__["data"][0]
-        known = self._experts.get(address)
+        known = self._experts.get(id(buffer))
         if known is not None and known[0] == page:
-            return known[1]
-        return self._arrived(page, buffer, address)
+            return known[2]
+        return self._arrived(page, buffer)
 
     def arrived(self, page: PageId, buffer: Buffer) -> None:
         """The page has come to the slot ``buffer``.  ``CheckpointError`` if it is damaged."""
-        self._arrived(page, buffer, buffer.__array_interface__["data"][0])
+        self._arrived(page, buffer)
 
-    def _arrived(self, page: PageId, buffer: Memory, address: int) -> Expert:
-        self._experts.pop(address, None)
+    def _arrived(self, page: PageId, buffer: Memory) -> Expert:
+        self._experts.pop(id(buffer), None)
         expert = self._expert(page, buffer)
-        self._experts[address] = (page, expert)
+        self._experts[id(buffer)] = (page, buffer, expert)  # kept, so no other object has its id
         return expert
 
     def forget(self, buffer: Memory) -> None:
         """Whatever lay in the slot ``buffer`` is no expert."""
-        self._experts.pop(as_bytes(buffer).data_ptr(), None)
+        self._experts.pop(id(buffer), None)
 
     def device_pieces(self, page: PageId, buffer: Buffer) -> list[tuple[Buffer, int]]:
         """The pieces of a page in RAM and where each goes in a slot of a device: close together, at

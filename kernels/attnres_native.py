@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 
-from .c_function import CFunction, dense, dtype_of, narrow, threads_of
+from .c_function import CFunction, addresses, dense, dtype_of, narrow, threads_of
 from .workers import Workers
 
 _CALL = CFunction("k3_attnres", "piiiqqqfpppp")
@@ -30,10 +29,9 @@ def attnres(
     entries, norm, query = [dense(e) for e in entries], narrow(norm), narrow(query)
     rows, width = entries[0].shape
     assert all(e.shape == (rows, width) and e.dtype == entries[0].dtype for e in entries)
-    places = (ctypes.c_void_p * len(entries))(*(e.data_ptr() for e in entries))
     out = torch.empty_like(entries[0])
     _CALL(
         threads_of(workers), dtype_of(out), dtype_of(norm), dtype_of(query), len(entries), rows,
-        width, eps, places, norm, query, out, also=entries,
+        width, eps, addresses(entries), norm, query, out, also=entries,
     )  # fmt: skip
     return out

@@ -1,8 +1,9 @@
 """Functions of the native library as Python calls them: types of arguments, addresses of tensors.
 
 Calls can be put off and made together, in their order: Python that runs right after a kernel finds
-nothing of itself in the caches, which takes most of its time.  Results of calls that are put off
-hold nothing yet; whoever reads them other than by another such call says `finish` first.
+nothing of itself in the caches, which takes most of its time.  So they are kept as a list of words
+that one call of the library walks through.  Results of calls that are put off hold nothing yet;
+whoever reads them other than by another such call says `finish` first.
 
 Knows ctypes and torch, nothing of operators.
 """
@@ -10,15 +11,23 @@ Knows ctypes and torch, nothing of operators.
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
-from collections.abc import Callable
+from array import array
+from collections.abc import Iterable
+from functools import lru_cache
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from . import native
 from .workers import Workers
+
+if TYPE_CHECKING:
+    Words: TypeAlias = array[int]
+else:
+    Words = array  #: whole numbers of 64 bits
 
 _LETTERS = {
     "p": ctypes.c_void_p,
@@ -29,11 +38,17 @@ _LETTERS = {
 _NUMBERS = {getattr(torch, name): number for number, name in enumerate(native.DTYPES)}
 
 
-class _Later(threading.local):
-    """The calls of a thread that were put off, with what their addresses point to; None where
-    calls are made at once."""
+class _Calls:
+    """``words``: a list for k3_calls; ``kept``: of each call what its addresses point to."""
 
-    calls: list[tuple[Callable[..., int], list[Any], object]] | None = None
+    def __init__(self) -> None:
+        self.words, self.kept = array("q"), list[object]()
+
+
+class _Later(threading.local):
+    """The calls of a thread that were put off; None where calls are made at once."""
+
+    calls: _Calls | None = None
 
 
 _later = _Later()
@@ -48,7 +63,7 @@ class PutOff:
         self._wait = wait
 
     def __enter__(self) -> None:
-        _later.calls = [] if self._wait else None
+        _later.calls = _Calls() if self._wait else None
 
     def __exit__(
         self,
@@ -65,17 +80,23 @@ class PutOff:
 
 def waiting() -> bool:
     """Whether calls of this thread were put off."""
-    return bool(_later.calls)
+    return _later.calls is not None and bool(_later.calls.kept)
 
 
 def finish() -> None:
     """Make the calls of this thread that were put off.  An error drops those behind it."""
     calls = _later.calls
-    if not calls:
+    if calls is None or not calls.kept:
         return
-    _later.calls = []
-    for f, places, _ in calls:
-        native.check(f(*places))
+    _later.calls = _Calls()
+    native.check(_make_calls()(calls.words.buffer_info()[0], len(calls.kept)))
+
+
+@lru_cache(maxsize=1)
+def _make_calls() -> Any:
+    f = native.loaded().k3_calls
+    f.argtypes, f.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
+    return f
 
 
 class CFunction:
@@ -85,23 +106,55 @@ class CFunction:
     def __init__(self, name: str, types: str) -> None:
         self._name, self._types = name, types
         self._addresses = [i for i, letter in enumerate(types) if letter == "p"]
+        self._floats = [i for i, letter in enumerate(types) if letter == "f"]
         self._f: Any = None
+        self._head: list[int] = []  # of its words in a list of calls
 
     def __call__(self, *args: Any, also: object = None) -> None:
-        """Tensors stand for their addresses.  A call that is put off keeps its arguments alive, and
-        ``also``: what they point to besides."""
+        """Tensors and arrays stand for their addresses.  A call that is put off keeps its arguments
+        alive, and ``also``: what they point to besides."""
         if self._f is None:
-            f = getattr(native.loaded(), self._name)
-            f.argtypes, f.restype = [_LETTERS[t] for t in self._types], ctypes.c_int
-            self._f = f
+            self._look_up()
+        assert len(args) == len(self._types), (self._name, len(args))
         places = list(args)
         for i in self._addresses:
-            if isinstance(places[i], torch.Tensor):
-                places[i] = places[i].data_ptr()
-        if _later.calls is None:
+            place = places[i]
+            if isinstance(place, torch.Tensor):
+                places[i] = place.data_ptr()
+            elif isinstance(place, array):
+                places[i] = place.buffer_info()[0]
+            elif place is None:
+                places[i] = 0
+        calls = _later.calls
+        if calls is None:
             native.check(self._f(*places))
-        else:
-            _later.calls.append((self._f, places, (args, also)))
+            return
+        for i in self._floats:
+            places[i] = _bits(places[i])
+        calls.words.extend(self._head + places)
+        calls.kept.append((args, also))
+
+    def _look_up(self) -> None:
+        library = native.loaded()
+        by_words = getattr(library, f"{self._name}_words")
+        address = ctypes.cast(by_words, ctypes.c_void_p).value
+        assert address is not None
+        self._head = [address, len(self._types)]
+        f = getattr(library, self._name)
+        f.argtypes, f.restype = [_LETTERS[t] for t in self._types], ctypes.c_int
+        self._f = f
+
+
+@lru_cache(maxsize=256)
+def _bits(number: float) -> int:
+    """The float32 that ``number`` is nearest to, as a word."""
+    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
+    return bits
+
+
+def addresses(tensors: Iterable[torch.Tensor]) -> Words:
+    """Where each of ``tensors`` lies."""
+    return array("q", [x.data_ptr() for x in tensors])
 
 
 def dtype_of(x: torch.Tensor) -> int:

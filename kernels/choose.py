@@ -90,7 +90,7 @@ class Kernels:
         else:
             functions["mixer"] = partial(mixer.composed, dict(functions))
         own = residual_native if self.chosen["attnres"] == NATIVE else residual
-        functions["residual"] = own.residual
+        functions["residual"], functions["output_gate"] = own.residual, own.output_gate
         #: what decode rows need is native, so that no other operator reads what was put off
         self._all_native = {self.chosen[op] for op in OPS if op != "mla_prefill"} == {NATIVE}
         self._f = functions
@@ -244,6 +244,12 @@ class Kernels:
         magnitude of each row, [R] float32."""
         found: torch.Tensor | None = self._f["residual"](base, y, more, out, peaks, self.workers)
         return found
+
+    def output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """``x`` [R, N] float32, which is used up, times sigmoid(``gate``) [R, N] -> [R, N] in
+        ``gate``'s dtype."""
+        y: torch.Tensor = self._f["output_gate"](x, gate, self.workers)
+        return y
 
     def mixer(
         self,

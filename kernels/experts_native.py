@@ -56,9 +56,9 @@ def experts(
         out_at += own * row_bytes
         row_at += 0 if job.rows is None else own * rows.itemsize
     _experts(
-        native.pool(workers), dtype_of(x), x, total, k, fields.buffer_info()[0],
+        native.pool(workers), dtype_of(x), x, total, k, fields,
         len(jobs), ACTIVATIONS[act.name], act.beta, act.linear_beta or 0.0, decode,
-        also=(fields, rows, out, jobs),
+        also=(rows, out, jobs),
     )  # fmt: skip
     return out
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 
 from . import native
-from .c_function import CFunction, dtype_of
+from .c_function import CFunction, addresses, dtype_of
 from .latent_format import LatentFormat
 from .workers import Workers
 
@@ -29,8 +28,7 @@ def unpack(
     assert out.dtype.itemsize == form.item and out.shape[2] == form.width, (out.shape, form)
     for block in blocks:
         assert block.shape == (size, form.row) and block.is_contiguous(), block.shape
-    places = (ctypes.c_void_p * len(blocks))(*(block.data_ptr() for block in blocks))
     _CALL(
         native.pool(workers), dtype_of(out), form.precision == "fp8", count, size, form.row,
-        form.scales, form.codes, form.kv_lora, form.rope, places, out, also=blocks,
+        form.scales, form.codes, form.kv_lora, form.rope, addresses(blocks), out, also=blocks,
     )  # fmt: skip

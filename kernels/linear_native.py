@@ -9,12 +9,13 @@ become bfloat16 as in the reference.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 
 import torch
 
 from . import native
-from .c_function import CFunction, dense, dtype_of
+from .c_function import CFunction, Words, dense, dtype_of
 from .int8 import Int8Weight
 from .linear_reference import Bundle, DenseWeight, Weight
 from .mxfp4 import Mxfp4Weight
@@ -49,13 +50,12 @@ def place_of(weight: Weight) -> Place:
     return place
 
 
-def _fields(holder: Weight | Bundle, weights: Sequence[Weight]) -> ctypes.Array[ctypes.c_int64]:
+def _fields(holder: Weight | Bundle, weights: Sequence[Weight]) -> Words:
     """Kind, numbers, scales and rows of each of ``weights``; remembered with ``holder``."""
-    known: ctypes.Array[ctypes.c_int64] | None = vars(holder).get("native_fields")
+    known: Words | None = vars(holder).get("native_fields")
     if known is not None:
         return known
-    flat = [number for w in weights for number in (*place_of(w), w.shape[0])]
-    fields = (ctypes.c_int64 * len(flat))(*flat)
+    fields = array("q", [n for w in weights for n in (*place_of(w), w.shape[0])])
     vars(holder)["native_fields"] = fields
     return fields
 

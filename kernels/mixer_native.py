@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_void_p
 
 import torch
 
 from . import native
-from .c_function import CFunction, dtype_of
+from .c_function import CFunction, addresses, dtype_of
 from .mixer import UNIT_EPS, MixerRows, MixerWeights
 from .workers import Workers
 
@@ -43,9 +42,8 @@ def mixer(
     assert all(x.is_contiguous() for x in (*kept, *floats))
     out = torch.empty_like(rows.gate)
     own += [rows.raw, rows.beta, rows.gate, w.a_log, w.dt_bias, w.norm, state, out]
-    places = (c_void_p * len(own))(*[x.data_ptr() for x in own])
     _CALL(
         native.pool(workers), dtype_of(out), decode, n, heads, dim, taps, w.lower or 0.0,
-        dim**-0.5, UNIT_EPS, w.eps, places, also=own,
+        dim**-0.5, UNIT_EPS, w.eps, addresses(own), also=own,
     )  # fmt: skip
     return out

@@ -3,13 +3,11 @@ latents, blocks merged in order by their running maximum."""
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from ..config import align_up
 from . import native
-from .c_function import CFunction, dense, dtype_of, finish
+from .c_function import CFunction, addresses, dense, dtype_of, finish
 from .linear_reference import DenseWeight, Weight
 from .pieces import Pieces, walk
 from .workers import Workers
@@ -50,13 +48,13 @@ def mla_decode(
         for block in blocks:
             assert block.shape == (size, kv_lora + rope), block.shape
             assert block.is_contiguous()
-        places = (ctypes.c_void_p * len(blocks))(*(block.data_ptr() for block in blocks))
         _CALL(
             native.pool(workers), dtype_of(q), dtype_of(blocks[0]), dtype_of(weight), part, heads,
-            each, size, end - first, nope, rope, v, kv_lora, scale, q, places, weight, out,
-            sums, state, also=blocks,
+            each, size, end - first, nope, rope, v, kv_lora, scale, q,
+            addresses(blocks), weight, out, sums, state, also=blocks,
         )  # fmt: skip
-        finish()  # the blocks are not ours any more once others are asked for
+        if not isinstance(pieces, list):
+            finish()  # the blocks are not ours any more once others are asked for
     return out, sums
 
 

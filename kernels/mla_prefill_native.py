@@ -3,14 +3,14 @@ machines without products of bfloat16.  Which of the two follows from machine an
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from collections.abc import Sequence
 
 import torch
 
 from ..config import HEAD_GROUP, LATENT_BLOCK, ROW_TILE, align_up
 from . import mla_prefill_reference, native
-from .c_function import CFunction, finish
+from .c_function import CFunction, addresses, finish
 from .linear_reference import DenseWeight, Weight
 from .mla_decode_native import BEGINS, ENDS
 from .mla_prefill_reference import Query
@@ -53,11 +53,10 @@ def mla_prefill(
             assert block.dtype == torch.bfloat16 and block.is_contiguous()
         if state is None and not last:  # the running softmax of every row
             state = torch.empty(heads * len(rows) * ROW_TILE * (align_up(v, 32) + 2))
-        places = (ctypes.c_void_p * len(blocks))(*(block.data_ptr() for block in blocks))
         _CALL(
             native.pool(workers), BEGINS * (first == 0) | ENDS * last, heads, each, first, end,
             nope, width - nope, v, kv_lora, scale, len(rows),
-            (ctypes.c_int64 * len(fields))(*fields), places, up.tensor, state,
+            array("q", fields), addresses(blocks), up.tensor, state,
             also=(rows, out, blocks),
         )  # fmt: skip
         finish()  # the blocks are not ours any more once others are asked for

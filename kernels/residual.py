@@ -1,9 +1,11 @@
-"""residual: what a sublayer gives joins the running sum.  In one call: ``residual_native``."""
+"""residual, output_gate: what a sublayer gives is gated and joins the running sum.  By the native
+library: ``residual_native``."""
 
 from __future__ import annotations
 
 import torch
 
+from .rows import by_lanes
 from .workers import Workers
 
 
@@ -27,3 +29,9 @@ def residual(
     else:
         torch.add(base, y, out=out)
     return torch.maximum(out.amax(1), -out.amin(1)).float() if peaks else None
+
+
+def output_gate(x: torch.Tensor, gate: torch.Tensor, workers: Workers) -> torch.Tensor:
+    """``x`` times sigmoid(``gate``), in float32 -> [R, N] in ``gate``'s dtype: ``x`` float32, used
+    up, ``gate``, both [R, N]."""
+    return x.mul_(by_lanes(torch.sigmoid, gate.float())).to(gate.dtype)

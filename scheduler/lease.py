@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from enum import IntEnum
 from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, K3Error, ReadError, UsageError
 from ..tiers.base import CachePolicy, PageId, Priority
 
+if TYPE_CHECKING:
+    from .store import ExpertStore
+
 NO_PAGE = PageId(-1, -1)
 
 WAVE = 4  #: pages handed out at once while more than slots are left
+
+#: pages and their slots; on a device these are tensors
+Batch = list[tuple[PageId, Any]]
 
 Lost = Callable[[PageId, K3Error], None]  #: a page that cannot be had, and why
 
@@ -83,15 +90,18 @@ class Lease:
     def pinned(self) -> set[PageId]:
         return {*self.order, *self.held}
 
-    def have(self, page: PageId) -> None:
-        """``page`` is resident."""
-        self.coming.discard(page)
-        self.ready[page] = self.order[page] = None
+    def take(self, pages: Sequence[PageId], coming: Collection[PageId]) -> None:
+        """``pages`` are pinned, and resident but for those that are ``coming``."""
+        self.order.update(dict.fromkeys(pages))
+        if coming:
+            self.coming.update(coming)
+            pages = [page for page in pages if page not in coming]
+        self.ready.update(dict.fromkeys(pages))
 
-    def await_(self, page: PageId) -> None:
-        """``page`` is loading."""
-        self.coming.add(page)
-        self.order[page] = None
+    def have(self, page: PageId) -> None:
+        """``page``, which was coming, is resident."""
+        self.coming.discard(page)
+        self.ready[page] = None
 
     def lose(self, page: PageId) -> None:
         """``page``, which was coming, does not."""
@@ -122,8 +132,50 @@ class Lease:
             return some if some and self.coming.isdisjoint(some) else None
         return list(islice(self.ready, most)) if self.ready or not self.coming else None
 
-    def hold(self, pages: Iterable[PageId]) -> None:
+    def hold(self, pages: Sequence[PageId]) -> None:
         """Hand out ``pages``, which are ready."""
+        self.held += pages
+        if len(self.held) == len(self.order):  # all there is, and nothing is coming
+            self.ready.clear()
+            self.order.clear()
+            return
         for page in pages:
             del self.ready[page], self.order[page]
-            self.held.append(page)
+
+
+class Leased:
+    """A lease of ``store`` as its caller has it: a ``with`` block, and an iterator inside it over
+    lists of at most ``most`` pages with their slots."""
+
+    def __init__(self, store: ExpertStore, lease: Lease, most: int) -> None:
+        self._store, self._lease, self._most = store, lease, most
+        self._over = self._ended = False
+
+    def __enter__(self) -> Leased:
+        try:
+            self._store.begin(self._lease)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __iter__(self) -> Leased:
+        return self
+
+    def __next__(self) -> Batch:
+        over, self._over = self._over, True  # an error ends the walk
+        while not over and (batch := self._store.step(self._lease, self._most)) is not None:
+            if batch:
+                self._over = False
+                return batch
+        raise StopIteration
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the pages.  Twice is fine."""
+        self._over = True
+        if not self._ended:
+            self._ended = True
+            self._store.end(self._lease)

@@ -14,21 +14,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any
 
 from ..errors import SlotsExhausted
 from ..tiers.base import CachePolicy, Cancelled, PageId, Priority, Ticket, Tier
 from .counts import Counts
 from .hints import Codes, Experts
-from .lease import NO_PAGE, Event, Lease, Lost, Watch, victim
+from .lease import NO_PAGE, Batch, Event, Lease, Leased, Lost, Watch, victim
 
 MOST = 16  #: pages that a lease hands out at once
 PREFETCH_ROOM = 64  #: prefetched pages waiting to be asked for, if the slots allow that many
-
-#: pages and their slots; on a device these are tensors
-Batch = list[tuple[PageId, Any]]
 
 
 class ExpertStore:
@@ -105,15 +101,15 @@ class ExpertStore:
 
     # ---- leases ----
 
-    @contextmanager
     def lease(
         self,
         pages: Iterable[PageId],
         most: int = MOST,
         priority: Priority = Priority.DEMAND,
         lost: Lost | None = None,
-    ) -> Iterator[Iterator[Batch]]:
-        """An iterator over lists of (page, slot) that covers each of the distinct ``pages`` once.
+    ) -> Leased:
+        """For a ``with`` block: an iterator over lists of (page, slot) that covers each of the
+        distinct ``pages`` once.
 
         Entering starts the reads of all pages that find a slot, in the tier's order.  Each step
         waits for a page and hands out what is there, ``most`` at once; while more pages than slots
@@ -123,37 +119,42 @@ class ExpertStore:
         the walk goes on without it.  Raises the tier's ``ReadError`` where ``lost`` is None, or
         ``SlotsExhausted`` if this thread itself holds all.
         """
-        lease = Lease(dict.fromkeys(pages), priority, lost)
-        walk = self._walk(lease, most)
-        try:
-            with self._change:
-                self._leases.add(lease)
-                self.watch(Event.LEASE, NO_PAGE, 0)
-                self._take_present(lease)
-                self._start_reads(lease)
-            yield walk
-        finally:
-            walk.close()
-            with self._change:
-                self._drop(lease)
+        return Leased(self, Lease(dict.fromkeys(pages), priority, lost), most)
 
-    def _walk(self, lease: Lease, most: int) -> Generator[Batch, None, None]:
-        while True:
-            with self._change:
-                self.watch(Event.STEP, NO_PAGE, 0)
-                self._release_held(lease)
-                lease.hold(self._next_pages(lease, most))
-                self.watch(Event.TAKEN, NO_PAGE, 0)
-                batch = [(page, self._slots[self._slot[page]]) for page in lease.held]
-                failed, lease.failed = lease.failed, []
-            lease.tell(failed)
-            if not batch and not failed:
-                return
-            if not batch:
-                continue
-            if self._handed_out is not None:
-                self._handed_out([slot for _, slot in batch])
-            yield batch
+    def begin(self, lease: Lease) -> None:
+        """Called by ``Leased``: it is entered."""
+        with self._change:
+            self._leases.add(lease)
+            self.watch(Event.LEASE, NO_PAGE, 0)
+            self._take_present(lease)
+            self._start_reads(lease)
+
+    def step(self, lease: Lease, most: int) -> Batch | None:
+        """Called by ``Leased``: the next pages; None if none is left, empty if some were lost."""
+        with self._change:
+            self.watch(Event.STEP, NO_PAGE, 0)
+            self._release_held(lease)
+            lease.hold(self._next_pages(lease, most))
+            self.watch(Event.TAKEN, NO_PAGE, 0)
+            batch = [(page, self._slots[self._slot[page]]) for page in lease.held]
+            failed, lease.failed = lease.failed, []
+        lease.tell(failed)
+        if batch and self._handed_out is not None:
+            self._handed_out([slot for _, slot in batch])
+        return batch if batch or failed else None
+
+    def end(self, lease: Lease) -> None:
+        """Called by ``Leased``: let go of everything.  What nobody else waits for and has not begun
+        is not read."""
+        with self._change:
+            self._leases.discard(lease)
+            self._release_held(lease)
+            self._unpin(lease.ready)
+            for page in list(lease.coming):
+                self._waiting[page].remove(lease)
+                self._unpin([page])
+                if page not in self._pins:
+                    self._cancel(page)
 
     def _next_pages(self, lease: Lease, most: int) -> list[PageId]:
         """Waits for pages to hand out; none if the walk is over, or pages were lost."""
@@ -172,29 +173,28 @@ class ExpertStore:
     def _take_present(self, lease: Lease) -> None:
         """Pin all pages that are resident or loading before any page is evicted."""
         absent = [page for page in lease.wanted if page not in self._slot]
-        for page in lease.wanted:
-            if page in self._slot:
-                self._take(page, lease)
+        self._take([page for page in lease.wanted if page in self._slot], lease)
         lease.wanted = deque(sorted(absent, key=self._tier.order))
 
-    def _take(self, page: PageId, lease: Lease) -> None:
-        """A request for a page that has a slot: a hit, or late if it is still loading."""
-        self.counts.requests += 1
-        if page in self._unused:
-            self.counts.useful += 1
-            self._unused.discard(page)
-            self._guarded.pop(page, None)
-        self._policy.hit(page)
-        self._pin(page)
-        ticket = self._loading.get(page)
-        if ticket is None:
-            self.counts.hits += 1
-            lease.have(page)
-            self.watch(Event.HIT, page, 0)
-        else:
-            self.counts.late += 1
-            self.watch(Event.LATE, page, 0)
-            self._await(page, lease)
+    def _take(self, pages: Sequence[PageId], lease: Lease) -> None:
+        """Requests for pages that have slots: hits, or late if they are still loading."""
+        late = {page: self._loading[page] for page in pages if page in self._loading}
+        self._pin(pages)
+        lease.take(pages, late)
+        for page in late:
+            self._waiting.setdefault(page, []).append(lease)
+        self.counts.requests += len(pages)
+        self.counts.late += len(late)
+        self.counts.hits += len(pages) - len(late)
+        hit, watch = self._policy.hit, self.watch
+        for page in pages:
+            if page in self._unused:
+                self.counts.useful += 1
+                self._unused.discard(page)
+                self._guarded.pop(page, None)
+            hit(page)
+            watch(Event.LATE if page in late else Event.HIT, page, 0)
+        for ticket in late.values():
             ticket.raise_to(lease.priority)
 
     def _start_reads(self, lease: Lease) -> None:
@@ -203,7 +203,7 @@ class ExpertStore:
             page = lease.wanted[0]
             if page in self._slot:  # another lease has asked for it meanwhile
                 lease.wanted.popleft()
-                self._take(page, lease)
+                self._take([page], lease)
                 continue
             slot = self._slot_for_demand()
             if slot is None:
@@ -211,13 +211,10 @@ class ExpertStore:
             lease.wanted.popleft()
             self.counts.requests += 1
             self.counts.misses += 1
-            self._pin(page)
-            self._await(page, lease)
+            self._pin([page])
+            lease.take([page], [page])
+            self._waiting.setdefault(page, []).append(lease)
             self._begin(page, slot, lease.priority)
-
-    def _await(self, page: PageId, lease: Lease) -> None:
-        lease.await_(page)
-        self._waiting.setdefault(page, []).append(lease)
 
     def _refuse_deadlock(self, lease: Lease) -> None:
         """Nobody else can free a slot if the calling thread holds them all."""
@@ -232,21 +229,8 @@ class ExpertStore:
     def _release_held(self, lease: Lease) -> None:
         if self._given_back is not None:
             self._given_back([self._slots[self._slot[page]] for page in lease.held])
-        for page in lease.held:
-            self._unpin(page)
+        self._unpin(lease.held)
         lease.held.clear()
-
-    def _drop(self, lease: Lease) -> None:
-        """Let go of everything.  What nobody else waits for and has not begun is not read."""
-        self._leases.discard(lease)
-        self._release_held(lease)
-        for page in lease.ready:
-            self._unpin(page)
-        for page in list(lease.coming):
-            self._waiting[page].remove(lease)
-            self._unpin(page)
-            if page not in self._pins:
-                self._cancel(page)
 
     # ---- prefetch ----
 
@@ -387,14 +371,18 @@ class ExpertStore:
         self.counts.wasted += page in self._unused
         self._unused.discard(page)
 
-    def _pin(self, page: PageId) -> None:
-        self._pins[page] = self._pins.get(page, 0) + 1
-        self._idle.discard(page)
+    def _pin(self, pages: Sequence[PageId]) -> None:
+        pins = self._pins
+        for page in pages:
+            pins[page] = pins.get(page, 0) + 1
+        self._idle.difference_update(pages)
 
-    def _unpin(self, page: PageId) -> None:
-        self._pins[page] -= 1
-        if not self._pins[page]:
-            del self._pins[page]
-            if page not in self._loading:
-                self._idle.add(page)
+    def _unpin(self, pages: Collection[PageId]) -> None:
+        pins, loading, idle = self._pins, self._loading, self._idle
+        for page in pages:
+            if left := pins.pop(page) - 1:
+                pins[page] = left
+            elif page not in loading:
+                idle.add(page)
+        if pages:
             self._change.notify_all()

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from k3offload.errors import ReadError, SlotsExhausted
-from k3offload.scheduler.store import Batch, ExpertStore
+from k3offload.scheduler.lease import Batch
+from k3offload.scheduler.store import ExpertStore
 from k3offload.tiers.base import Buffer, PageId, Priority, Ticket
 from k3offload.tiers.device import DeviceError
 from k3offload.tiers.device_fake import POISON, FakeDevice

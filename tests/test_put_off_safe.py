@@ -3,6 +3,7 @@ streamed layers; nothing reads their results before; an error drops them; thread
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -144,9 +145,10 @@ def test_no_page_or_layer_leaves_before_its_calls(
     """Whether the next layer is guessed, which reads results, or not."""
     left, kept, started = [], ExpertStore._unpin, Ring._start
 
-    def unpin(*args: Any) -> None:
-        left.append(c_function.waiting())
-        kept(*args)
+    def unpin(store: ExpertStore, pages: Any) -> None:
+        if pages:
+            left.append(c_function.waiting())
+        kept(store, pages)
 
     def start(*args: Any) -> Any:
         left.append(c_function.waiting())
@@ -224,6 +226,28 @@ def test_an_error_between_layers_drops_what_waits(engine: Engine, layer: int) ->
     assert decoded(engine, (70, 5)) == wanted
 
 
+def fail_behind(patch: pytest.MonkeyPatch, last: int) -> list[int]:
+    """One more call behind each that is put off, which joins the list that is returned; number
+    ``last`` fails."""
+    made: list[int] = []
+
+    def counted(words: int) -> int:
+        made.append(words)
+        return len(made) == last
+
+    count = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(counted)
+    place, called = ctypes.cast(count, ctypes.c_void_p).value, c_function.CFunction.__call__
+
+    def call(f: c_function.CFunction, *args: Any, **rest: Any) -> None:
+        called(f, *args, **rest)
+        if (calls := c_function._later.calls) is not None:
+            calls.words.extend([place or 0, 0])
+            calls.kept.append(count)
+
+    patch.setattr(c_function.CFunction, "__call__", call)
+    return made
+
+
 def test_an_error_in_a_call_makes_none_behind_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,23 +257,15 @@ def test_an_error_in_a_call_makes_none_behind_it(
         engine.advance(some)
         for session in some:
             session.append_sampled(0)
-        made = 0
-
-        def check(failed: int, last: int = last) -> None:
-            nonlocal made
-            made += 1
-            if made == last:
-                raise MemoryError("no room")
-
         with monkeypatch.context() as patch:
-            patch.setattr(native, "check", check)
+            made = fail_behind(patch, last)
             try:
                 engine.advance(some)
             except MemoryError:
-                assert made == last and c_function._later.calls is None
+                assert len(made) == last and c_function._later.calls is None
         for session in some:
             session.close()
-        if made < last:
+        if len(made) < last:
             break
     else:
         raise AssertionError("a step makes more calls than that")

@@ -127,8 +127,9 @@ def test_r61_thousand_seeds() -> None:
 
 
 class IgnoresPins(ExpertStore):
-    def _pin(self, page: PageId) -> None:
-        self._pins[page] = self._pins.get(page, 0) + 1
+    def _pin(self, pages: Any) -> None:
+        for page in pages:
+            self._pins[page] = self._pins.get(page, 0) + 1
 
 
 class EvictsWhatLoads(ExpertStore):
@@ -138,8 +139,10 @@ class EvictsWhatLoads(ExpertStore):
 
 
 class HandsOutEarly(ExpertStore):
-    def _await(self, page: PageId, lease: Any) -> None:
-        lease.have(page)
+    def _begin(self, page: PageId, slot: int, *rest: Any) -> None:
+        for lease in self._waiting.pop(page, ()):
+            lease.have(page)
+        super()._begin(page, slot, *rest)
 
 
 class ReadsTwice(ExpertStore):
@@ -149,9 +152,8 @@ class ReadsTwice(ExpertStore):
 
 
 class KeepsPins(ExpertStore):
-    def _unpin(self, page: PageId) -> None:
-        if page.expert:
-            super()._unpin(page)
+    def _unpin(self, pages: Any) -> None:
+        super()._unpin([page for page in pages if page.expert])
 
 
 class CountsAhead(ExpertStore):

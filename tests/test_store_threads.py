@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from k3offload.errors import ReadError, SlotsExhausted
-from k3offload.scheduler.store import Batch, ExpertStore
+from k3offload.scheduler.lease import Batch
+from k3offload.scheduler.store import ExpertStore
 from k3offload.tiers.base import PageId
 from tests.helpers_store import (
     SIZE,

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "words.h"
 
 namespace k3 {
 
@@ -107,3 +108,6 @@ K3_API int64_t k3_linear_scratch(int threads, int64_t rows, int64_t job_rows, in
     if (k3::isa() < k3::AVX512_BF16) return plain;
     return plain + k3::tiles_scratch(threads, rows, job_rows, k, inner);
 }
+
+K3_BY_WORDS(k3_linear)
+K3_BY_WORDS(k3_experts)

@@ -8,6 +8,7 @@
 
 #include "mla_tiles.h"
 #include "seq.h"
+#include "words.h"
 
 namespace k3 {
 namespace {
@@ -106,6 +107,13 @@ K3_API int k3_add(Pool* pool, int type, int64_t rows, int64_t width, const void*
                   const void* more, void* out, float* peaks) {
     AddArgs args{base, y, more, out, peaks, width, Dtype(type)};
     return share_rows(pool, ops().add, args, rows, 0.3 * double(width));
+}
+
+// out = x * sigmoid(gate), of the gate's type.
+K3_API int k3_output_gate(Pool* pool, int type, int64_t rows, int64_t width, const float* x,
+                          const void* gate, void* out) {
+    OpenArgs args{x, gate, out, width, Dtype(type)};
+    return share_rows(pool, ops().output_gate, args, rows, 0.6 * double(width));
 }
 
 K3_API int k3_short_conv(Pool* pool, int type, int64_t rows, int64_t channels, int64_t taps,
@@ -215,3 +223,22 @@ K3_API int k3_unpack_latents(Pool* pool, int type, int floats, int64_t rows, int
                     Dtype(type)};
     return share_rows(pool, ops().unpack_latents, args, rows, 0.15 * double(kv_lora + rope));
 }
+
+K3_BY_WORDS(k3_rms_norm)
+K3_BY_WORDS(k3_situ)
+K3_BY_WORDS(k3_silu)
+K3_BY_WORDS(k3_attnres)
+K3_BY_WORDS(k3_route)
+K3_BY_WORDS(k3_combine)
+K3_BY_WORDS(k3_add)
+K3_BY_WORDS(k3_output_gate)
+K3_BY_WORDS(k3_short_conv)
+K3_BY_WORDS(k3_kda_gate)
+K3_BY_WORDS(k3_l2_norm)
+K3_BY_WORDS(k3_gated_norm)
+K3_BY_WORDS(k3_kda_step)
+K3_BY_WORDS(k3_kda_chunk)
+K3_BY_WORDS(k3_kda_mixer)
+K3_BY_WORDS(k3_mla_decode)
+K3_BY_WORDS(k3_mla_prompt)
+K3_BY_WORDS(k3_unpack_latents)

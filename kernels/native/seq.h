@@ -61,6 +61,14 @@ struct AddArgs {  // items: rows
     Dtype type;
 };
 
+struct OpenArgs {  // items: rows
+    const float* x;
+    const void* gate;
+    void* out;
+    int64_t width;
+    Dtype type;  // of gate and out
+};
+
 constexpr int64_t CONV_GROUP = 64;  // channels of an item of short_conv
 
 struct ConvArgs {  // items: groups of CONV_GROUP channels
@@ -161,6 +169,7 @@ struct SeqOps {
     void (*codes)(const CodesArgs&, int64_t begin, int64_t end);
     void (*combine)(const CombineArgs&, int64_t begin, int64_t end);
     void (*add)(const AddArgs&, int64_t begin, int64_t end);
+    void (*output_gate)(const OpenArgs&, int64_t begin, int64_t end);
     void (*short_conv)(const ConvArgs&, int64_t begin, int64_t end);
     void (*kda_gate)(const GateArgs&, int64_t begin, int64_t end);
     void (*l2_norm)(const UnitArgs&, int64_t begin, int64_t end);

@@ -46,6 +46,20 @@ void glu_rows(const GluArgs& a, int64_t begin, int64_t end) {
 
 void glu(const GluArgs& a, int64_t begin, int64_t end) { K3_TYPED(a.type, glu_rows, a, begin, end); }
 
+template <class T>
+void open_rows(const OpenArgs& a, int64_t begin, int64_t end) {
+    auto gate = static_cast<const T*>(a.gate);
+    auto out = static_cast<T*>(a.out);
+    groups((end - begin) * a.width, K3_GROUP {
+        int64_t at = begin * a.width + i;
+        store(out + at, load(a.x + at, n) * sigmoid(load(gate + at, n)), n);
+    });
+}
+
+void output_gate(const OpenArgs& a, int64_t begin, int64_t end) {
+    K3_TYPED(a.type, open_rows, a, begin, end);
+}
+
 // ---- attnres ----
 
 // <entry's RMS norm, learned>; the norm's factor comes last, so that the entry is read once.
