@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from .chat_messages import json_type
 from .constrain import BLANKS, Grammar
-from .constrain_schema import DEFINITIONS, NOTES, SETTINGS, Schema, check_schema
+from .constrain_schema import DEFINITIONS, NOTES, SETTINGS, Schema, check_schema, parts
 from .errors import UsageError
 
 #: What the schema of all arguments may say beside notes.
@@ -75,9 +75,10 @@ class Arguments:
         self._given, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(self._given, dict) or not isinstance(required, list):
             raise self._wrong("#", "properties that are no object, or required that is no list")
-        if absent := [key for key in required if key not in self._given]:
+        if absent := [k for k in required if not isinstance(k, str) or k not in self._given]:
             raise self._wrong("#", f"{absent[0]!r:.60} as required, and not as a property")
         self.required: Sequence[str] = required
+        self._check_references(schema)
         self._shared = {key: schema[key] for key in DEFINITIONS if key in schema}
 
     def __iter__(self) -> Iterator[tuple[str, list[Way]]]:
@@ -108,13 +109,23 @@ class Arguments:
             else:
                 yield part
 
+    def _check_references(self, schema: Schema) -> None:
+        """Each argument is compiled alone, beside the definitions of the whole: a pointer to
+        anything else would find another place there, or none."""
+        waiting: list[tuple[str, Any]] = [("#", schema)]
+        while waiting:
+            at, part = waiting.pop()
+            if isinstance(part, dict):
+                reference = part.get("$ref", "#/$defs/")
+                if not str(reference).startswith(tuple(f"#/{key}/" for key in DEFINITIONS)):
+                    raise self._wrong(at, f"{reference!r:.60}, which is no definition of it")
+                waiting += parts(at, part)
+
     def _referred(self, reference: Any, at: str) -> Any:
         kind, _, name = str(reference).removeprefix("#/").partition("/")
         name = name.replace("~1", "/").replace("~0", "~")
         named = self._shared.get(kind)
-        if not str(reference).startswith("#/") or not isinstance(named, Mapping):
-            named = {}
-        if not isinstance(named.get(name), Mapping | bool):
+        if not isinstance(named, Mapping) or not isinstance(named.get(name), Mapping | bool):
             raise self._wrong(at, f"{reference!r:.60}, which is no definition of it")
         return named[name]
 
@@ -141,7 +152,7 @@ class Arguments:
             raise self._wrong(at, f"a list of values{told}")
         for value in values:
             kind = json_type(value)
-            whole = kind == "number" and value == int(value)
+            whole = kind == "number" and (isinstance(value, int) or value.is_integer())
             if kind not in types and not (whole and "integer" in types):
                 continue
             if isinstance(value, str):
@@ -150,7 +161,8 @@ class Arguments:
                 yield self._json(kind, {"enum": [value]}, at)
 
     def _json(self, kind: str, schema: Schema, at: str) -> Way:
-        made = {**self._shared, **schema}
+        own = {key: value for key, value in schema.items() if key not in DEFINITIONS}
+        made = {**self._shared, **own}
         self.parts.append((f"{self._field}: at {at}", Grammar.of_schema(made)))
         return Way(TYPES[kind], json_value(made))
 
@@ -166,7 +178,9 @@ class Arguments:
             raise self._wrong(at, "a maxLength below its minLength")
         regexes = []
         if "pattern" in schema:
-            regexes.append(_found_by(str(schema["pattern"])))
+            if not isinstance(pattern := schema["pattern"], str):
+                raise self._wrong(at, f"the pattern {pattern!r:.40}")
+            regexes.append(_found_by(pattern))
         if least or most is not None:
             regexes.append(f"(?s:.{{{least},{'' if most is None else most}}})")
         self.parts += [(f"{self._field}: at {at}", Grammar.of_regex(one)) for one in regexes]

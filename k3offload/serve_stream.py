@@ -127,6 +127,8 @@ async def whole(
 ) -> Response:
     """The answer, when it is complete.  Raises the error that it failed with; ends the work if the
     client goes.  ``blanks``: seconds after which it begins, with a blank, and between two more."""
+    if request.scope["http_version"] == "1.0":
+        blanks = None  # the end of a connection is that of a body there, so none could break off
     waiting = _Waiting(request, listener)
     try:
         if await waiting.ends(blanks):

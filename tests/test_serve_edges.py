@@ -236,6 +236,13 @@ def test_an_error_behind_blanks_is_no_answer(
                 b"application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
             )
             assert sock.recv(1000).startswith(b"HTTP/1.1 200")
+        server.script(text)
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(
+                b"POST /v1/chat/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
+                b"Host: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )  # whose end of a connection would be that of an answer
+            assert sock.recv(1000).startswith(b"HTTP/1.1 500")
         server.idle(2)  # who leaves ends the work, as ever
         assert server.thread.totals.cancelled == 1
 
