@@ -108,7 +108,8 @@ class Model:
         decodes = all(group.decode for group in groups) and isinstance(sealed, Resident)
         ahead = looks if decodes else None
         self._hooks = hooks
-        on_route = _both(ahead, hooks.on_route) if ahead else hooks.on_route
+        watch = None if hooks.on_route is Hooks.on_route else hooks.on_route
+        on_route = _both(ahead, hooks.on_route) if ahead else watch
         guesses = ahead if ahead and ahead.begin(rows, self._experts) else None
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
@@ -201,7 +202,7 @@ class Model:
         stream: Stream,
         groups: Sequence[Group],
         w: LayerWeights,
-        on_route: OnRoute,
+        on_route: OnRoute | None,
         on_lost: OnLost,
     ) -> torch.Tensor | None:
         """p <- p + ffn(norm(mix)).  Returns what routed experts were given, [R, Z]."""
