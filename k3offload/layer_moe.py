@@ -109,7 +109,10 @@ def moe(
             leased.close()  # others wait for the pages; what ran beside the device has landed
         at, shares = side.kernels.here(results.at, shares)
         for group, shared in zip(groups, xs, strict=True):
-            own = side.kernels.combine(results.y, at[group.rows], shares[group.rows])
+            of_group = at, shares
+            if len(groups) > 1:
+                of_group = at[group.rows], shares[group.rows]
+            own = side.kernels.combine(results.y, *of_group)
             y = _projected(kernels.here(own)[0], group, w, spec, kernels)
             emit(group, y, shared if m.shared_width else None)
         kernels.finish()  # the last pages may leave
@@ -213,7 +216,7 @@ class _Results:
                 end = self._done + len(where)
                 for i, place in enumerate(where, self._done):
                     self._at[place] = i
-                y = self.y[self._done : end]
+                y = self.y if len(where) == self._count else self.y[self._done : end]
                 if outbox is None:
                     kernels.experts(self._latent, jobs, self._act, decode, y)
                 else:

@@ -108,8 +108,7 @@ class Model:
         decodes = all(group.decode for group in groups) and isinstance(sealed, Resident)
         ahead = looks if decodes else None
         self._hooks = hooks
-        watch = None if hooks.on_route is Hooks.on_route else hooks.on_route
-        on_route = _both(ahead, hooks.on_route) if ahead else watch
+        on_route = hooks.routing(ahead)
         guesses = ahead if ahead and ahead.begin(rows, self._experts) else None
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
@@ -347,31 +346,24 @@ class Model:
                 h = mix(stream.picked([row for _, _, row in some]))
                 x = kernels.rms_norm(h, w.vector("norm.weight"), self.spec.eps)
                 kernels.finish()
-                x = x.float()
-                logits = torch.empty(len(some), self.spec.vocab, device=x.device)
-                for begin, end, weight in self._weights.head_blocks():
-                    block = kernels.linear(x, weight, decode)
-                    kernels.finish()
-                    logits[:, begin:end] = block
-                (logits,) = kernels.to_host(logits)
+                (logits,) = kernels.to_host(self._logits(x.float(), kernels, decode))
                 for j, (run, position, _) in enumerate(some):
                     emit(run, position, logits[j : j + 1])
 
-
-def _both(schedule: Schedule, watch: OnRoute) -> OnRoute:
-    """Tell the schedule, then whoever watches."""
-
-    def on_route(
-        layer: int,
-        group: Group,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> None:
-        schedule.routed(layer, experts.numpy(), scores.numpy())
-        watch(layer, group, experts, weights, scores)
-
-    return on_route
+    def _logits(self, x: torch.Tensor, kernels: Kernels, decode: bool) -> torch.Tensor:
+        """[n, V] float32 of ``x`` [n, H] float32."""
+        logits: torch.Tensor | None = None
+        for begin, end, weight in self._weights.head_blocks():
+            block = kernels.linear(x, weight, decode)
+            kernels.finish()
+            if end - begin == self.spec.vocab:
+                logits = block
+                continue
+            if logits is None:
+                logits = block.new_empty(x.shape[0], self.spec.vocab)
+            logits[:, begin:end] = block
+        assert logits is not None
+        return logits
 
 
 def _lose(
