@@ -311,7 +311,7 @@ class Model:
         Once for all layers, since it waits for what they gave."""
         stream.side.kernels.finish()
         peaks = stream.side.kernels.to_host(torch.cat(stream.peaks))[0]
-        if bool(peaks.max() < math.inf):  # not so for NaN
+        if peaks.numpy().max() < math.inf:  # not so for NaN
             return
         finite = torch.isfinite(peaks.view(len(self.spec.layers), -1))  # [layers, R]
         for layer, rows in zip(self.spec.layers, finite, strict=True):
