@@ -33,6 +33,7 @@ from .precision import choose_precision
 from .prefix_folder import PrefixFolder, prefix_place
 from .prefixes import Prefixes
 from .registry import chosen
+from .router_codes import told
 from .sampling import Sampling
 from .scheduler.counts import Counts
 from .scheduler.schedule import Schedule, predictor_named
@@ -196,7 +197,7 @@ class Engine:
         moe = self.spec.moe
         if store is None or moe is None or store.slots >= self.plan.experts:
             return None
-        return Schedule(store, self._predictor, moe.top_k)
+        return Schedule(store, self._predictor, moe.top_k, code=told)
 
     def _make_predictor(self) -> Any:
         moe = self.spec.moe
@@ -319,7 +320,6 @@ class Engine:
                 f"This sweep takes {rows} rows and the plan has {self.plan.sweep_rows}.",
                 "Cut it, or load with a larger sweep.",
             )
-
         if any(run.decode and len(run.tokens) != 1 for run in runs):
             raise UsageError("A decode run has another length than one.", "Give it as a prompt.")
         if len({id(run.state) for run in runs}) < len(runs):

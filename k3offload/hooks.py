@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 
 from .layer_moe import OnRoute
+from .scheduler.schedule import Schedule
+from .scheduler.sweep import Group
 from .tiers.base import PageId
 
 if TYPE_CHECKING:
@@ -50,6 +52,24 @@ class Hooks:
             first = getattr(self, name)
             alone = first is getattr(Hooks, name)  # nobody has watched so far
             setattr(self, name, watch if alone else _after(first, watch))
+
+    def routing(self, schedule: Schedule | None) -> OnRoute | None:
+        """Whom to tell of routing: ``schedule`` first, then ``on_route``; None if it is nobody."""
+        watch = self.on_route
+        if schedule is None:
+            return None if watch is Hooks.on_route else watch
+
+        def on_route(
+            layer: int,
+            group: Group,
+            experts: torch.Tensor,
+            weights: torch.Tensor,
+            scores: torch.Tensor,
+        ) -> None:
+            schedule.routed(layer, experts.numpy(), scores.numpy())
+            watch(layer, group, experts, weights, scores)
+
+        return on_route
 
 
 def _after(first: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:

@@ -42,7 +42,9 @@ def kda(
     done = []
     for part in group.parts:
         own, state = group.own(part), states[part.run]
-        rows = MixerRows([stream[own] for stream in qkv], raw[own], beta[own], gate[own])
+        rows = MixerRows(qkv, raw, beta, gate)
+        if len(group.parts) > 1:
+            rows = MixerRows([stream[own] for stream in qkv], raw[own], beta[own], gate[own])
         tails, matrix = state.conv[w.layer].unbind(), state.kda[w.layer]
         done.append(kernels.mixer(rows, tails, matrix, fixed, group.decode))
         state.passed(w.layer, part.start + part.count, kernels.finish)

@@ -67,7 +67,7 @@ def moe(
     expert_weights: ExpertWeights,
     kernels: Kernels,
     side: Side,
-    on_route: OnRoute,
+    on_route: OnRoute | None,
     on_lost: OnLost,
 ) -> torch.Tensor:
     """LatentMoE of one layer: calls ``emit(group, routed, shared)``, each [R, H], once for each
@@ -109,7 +109,10 @@ def moe(
             leased.close()  # others wait for the pages; what ran beside the device has landed
         at, shares = side.kernels.here(results.at, shares)
         for group, shared in zip(groups, xs, strict=True):
-            own = side.kernels.combine(results.y, at[group.rows], shares[group.rows])
+            of_group = at, shares
+            if len(groups) > 1:
+                of_group = at[group.rows], shares[group.rows]
+            own = side.kernels.combine(results.y, *of_group)
             y = _projected(kernels.here(own)[0], group, w, spec, kernels)
             emit(group, y, shared if m.shared_width else None)
         kernels.finish()  # the last pages may leave
@@ -122,19 +125,21 @@ def _route(
     w: LayerWeights,
     spec: ModelSpec,
     kernels: Kernels,
-    on_route: OnRoute,
+    on_route: OnRoute | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts [R, k] int64, rising, in RAM, and their weights [R, k] float32, of all rows.
 
     One wait for each group: which pages to ask for cannot be known without it."""
     experts, weights = [], []
     for x, group in zip(xs, groups, strict=True):
-        chosen, share, scores = route(x, w, spec, kernels, group.decode)
-        if group.decode:  # whoever looks ahead wants the scores too: few, and no wait of their own
+        chosen, share, scores = route(x, w, spec, kernels, group.decode, on_route is not None)
+        if group.decode and on_route is not None:
+            # whoever looks ahead wants the scores too: few, and no wait of their own
             chosen, scores = kernels.to_host(chosen, scores)
         else:
             chosen = kernels.to_host(chosen)[0]
-        on_route(w.layer, group, chosen, share, scores)
+        if on_route is not None:
+            on_route(w.layer, group, chosen, share, scores)
         experts.append(chosen)
         weights.append(share)
     if len(groups) == 1:
@@ -143,16 +148,18 @@ def _route(
 
 
 def route(
-    x: torch.Tensor, w: LayerWeights, spec: ModelSpec, kernels: Kernels, decode: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(experts [R, k], weights [R, k], the scores [R, E] by which they were chosen) for ``x``."""
+    x: torch.Tensor, w: LayerWeights, spec: ModelSpec, kernels: Kernels, decode: bool,
+    biased: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(experts [R, k], weights [R, k], the scores [R, E] by which they were chosen) for ``x``.  If
+    not ``biased``, nobody reads the scores, and they lack the bias."""
     assert spec.moe is not None
     m = spec.moe
     gate = w.matrix("block_sparse_moe.gate.weight")
     bias = w.vector("block_sparse_moe.gate.e_score_correction_bias")
     chosen, share, scores = kernels.router(x, gate, bias, m.top_k, m.renormalize, m.scale, decode)
     kernels.finish()
-    return chosen, share, scores.add_(bias)
+    return chosen, share, scores.add_(bias) if biased else scores
 
 
 def _losing(places: Mapping[PageId, Sequence[int]], top_k: int, on_lost: OnLost) -> Lost:
@@ -209,7 +216,7 @@ class _Results:
                 end = self._done + len(where)
                 for i, place in enumerate(where, self._done):
                     self._at[place] = i
-                y = self.y[self._done : end]
+                y = self.y if len(where) == self._count else self.y[self._done : end]
                 if outbox is None:
                     kernels.experts(self._latent, jobs, self._act, decode, y)
                 else:

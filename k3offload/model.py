@@ -108,7 +108,7 @@ class Model:
         decodes = all(group.decode for group in groups) and isinstance(sealed, Resident)
         ahead = looks if decodes else None
         self._hooks = hooks
-        on_route = _both(ahead, hooks.on_route) if ahead else hooks.on_route
+        on_route = hooks.routing(ahead)
         guesses = ahead if ahead and ahead.begin(rows, self._experts) else None
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
@@ -201,7 +201,7 @@ class Model:
         stream: Stream,
         groups: Sequence[Group],
         w: LayerWeights,
-        on_route: OnRoute,
+        on_route: OnRoute | None,
         on_lost: OnLost,
     ) -> torch.Tensor | None:
         """p <- p + ffn(norm(mix)).  Returns what routed experts were given, [R, Z]."""
@@ -311,7 +311,7 @@ class Model:
         Once for all layers, since it waits for what they gave."""
         stream.side.kernels.finish()
         peaks = stream.side.kernels.to_host(torch.cat(stream.peaks))[0]
-        if bool(peaks.max() < math.inf):  # not so for NaN
+        if peaks.numpy().max() < math.inf:  # not so for NaN
             return
         finite = torch.isfinite(peaks.view(len(self.spec.layers), -1))  # [layers, R]
         for layer, rows in zip(self.spec.layers, finite, strict=True):
@@ -346,31 +346,24 @@ class Model:
                 h = mix(stream.picked([row for _, _, row in some]))
                 x = kernels.rms_norm(h, w.vector("norm.weight"), self.spec.eps)
                 kernels.finish()
-                x = x.float()
-                logits = torch.empty(len(some), self.spec.vocab, device=x.device)
-                for begin, end, weight in self._weights.head_blocks():
-                    block = kernels.linear(x, weight, decode)
-                    kernels.finish()
-                    logits[:, begin:end] = block
-                (logits,) = kernels.to_host(logits)
+                (logits,) = kernels.to_host(self._logits(x.float(), kernels, decode))
                 for j, (run, position, _) in enumerate(some):
                     emit(run, position, logits[j : j + 1])
 
-
-def _both(schedule: Schedule, watch: OnRoute) -> OnRoute:
-    """Tell the schedule, then whoever watches."""
-
-    def on_route(
-        layer: int,
-        group: Group,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> None:
-        schedule.routed(layer, experts.numpy(), scores.numpy())
-        watch(layer, group, experts, weights, scores)
-
-    return on_route
+    def _logits(self, x: torch.Tensor, kernels: Kernels, decode: bool) -> torch.Tensor:
+        """[n, V] float32 of ``x`` [n, H] float32."""
+        logits: torch.Tensor | None = None
+        for begin, end, weight in self._weights.head_blocks():
+            block = kernels.linear(x, weight, decode)
+            kernels.finish()
+            if end - begin == self.spec.vocab:
+                logits = block
+                continue
+            if logits is None:
+                logits = block.new_empty(x.shape[0], self.spec.vocab)
+            logits[:, begin:end] = block
+        assert logits is not None
+        return logits
 
 
 def _lose(

@@ -20,11 +20,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from .kernels import native
+from . import router_codes
 from .kernels.attnres_reference import shares
-from .kernels.codes import coded
 from .kernels.workers import Workers
-from .scheduler.hints import NEAR, nearest, quantise
+from .scheduler.hints import NEAR
 from .scheduler.lease import Event, Watch
 from .tiers.base import PageId
 from .trace import EVENT, Array, Writer
@@ -250,11 +249,8 @@ class Recorder:
         """``best`` and ``codes`` of rows; and ``margin``, if it is wanted of those ``chosen``."""
         k, ran = self._top_k, None if chosen is None else chosen.numpy()
         told: dict[str, Array] = {}
-        if native.available():
-            told["best"], told["codes"] = coded(scores, k, NEAR, chosen, self._workers)
-        else:
-            best, told["codes"] = nearest(quantise(scores.numpy(), k), k, ran)
-            told["best"] = best.astype(np.uint16)
+        best, codes = router_codes.told(scores.numpy(), k, ran, self._workers)
+        told["best"], told["codes"] = best.astype(np.uint16), codes
         if ran is not None and "margin" in self._more:
             rest = scores.numpy().copy()
             least = np.take_along_axis(rest, ran, 1).min(axis=1)

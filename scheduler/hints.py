@@ -20,6 +20,8 @@ from ..tiers.base import PageId
 
 Experts = npt.NDArray[np.integer[Any]]  #: [rows, k]
 Codes = npt.NDArray[np.uint8]  #: [rows, E], router scores as ``quantise`` gives them
+Floats = npt.NDArray[np.float32]
+Code = Callable[[Floats, int, Experts | None], tuple[Experts, Codes]]  #: see ``coded``
 Kind = tuple[int, ...]  #: what kind of guess: layer, rank, how it was made
 Guess = tuple[PageId, float]  #: a page and how likely it is asked for, 0 to 1
 TINY = np.float32(1e-30)  #: below it a difference of scores is none
@@ -95,6 +97,11 @@ def nearest(
         np.put_along_axis(behind, chosen, np.take_along_axis(behind, chosen, 1) - 256, axis=1)
     order = np.argsort(behind, axis=1, kind="stable")[:, : top_k + NEAR]
     return order, np.take_along_axis(codes, order, axis=1)
+
+
+def coded(scores: Floats, top_k: int, chosen: Experts | None) -> tuple[Experts, Codes]:
+    """Of router scores [rows, E] what policies and predictors are told: ``nearest``."""
+    return nearest(quantise(scores, top_k), top_k, chosen)
 
 
 def spread(best: npt.NDArray[np.integer[Any]], codes: Codes, experts: int) -> Codes:

@@ -11,19 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import UsageError
 from ..registry import chosen, is_file
 from ..tiers.base import PageId
-from .hints import Codes, Experts, Hints, Predictor, nearest, quantise, spread
+from .hints import Code, Codes, Experts, Floats, Hints, Predictor, coded, spread
 from .lease import Event
 from .store import ExpertStore
 from .trial import Trial
 
 #: so many rows of a crowd that would choose an expert by now make it certain that one will
 SURE = 8
-Floats = npt.NDArray[np.float32]
 
 
 def predictor_named(name: str) -> tuple[Any, str | None]:
@@ -51,8 +49,10 @@ class Schedule:
         predictor: Predictor,
         top_k: int,
         clock: Callable[[], float] = time.perf_counter,
+        code: Code = coded,
     ) -> None:
-        self._store, self._predictor, self._top_k = store, predictor, top_k
+        """``code``: as ``coded``, perhaps quicker."""
+        self._store, self._predictor, self._top_k, self._code = store, predictor, top_k, code
         self._trial = Trial(clock) if getattr(predictor, "tried", False) else None
         self.asks_router = predictor.asks_router
         self.asks_latent = predictor.asks_latent
@@ -61,7 +61,7 @@ class Schedule:
         """The router of ``layer`` chose ``experts`` [rows, k] by ``scores`` [rows, E]."""
         told = None
         if self._store.hears_router:
-            told = nearest(quantise(scores, self._top_k), self._top_k, experts)
+            told = self._code(scores, self._top_k, experts)
         self.heard(layer, experts, told)
 
     def heard(self, layer: int, experts: Experts, told: tuple[Experts, Codes] | None) -> None:
@@ -97,7 +97,7 @@ class Schedule:
         experts of ``layer`` were given ``latent`` [rows, Z]."""
         codes = None
         if self.asks_router and scores is not None:  # no more than a trace keeps
-            best = nearest(quantise(scores, self._top_k), self._top_k)
+            best = self._code(scores, self._top_k, None)
             codes = spread(*best, scores.shape[1])
         self.guess(layer, next_layer, codes, latent)
         self.answered()

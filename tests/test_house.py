@@ -33,7 +33,7 @@ GROUPS = {
     "chat chat_arguments chat_bodies chat_calls chat_format chat_guide chat_messages chat_parse",
     "tiny": "tiny_config tiny_full tiny_recipes tiny_size tiny_write",
     "state": "arena device_latents latents device_trunk fetch ring state weights",
-    "model": "adaptive hooks model layer_kda layer_mla layer_moe stream",
+    "model": "adaptive hooks model layer_kda layer_mla layer_moe router_codes stream",
     "session": "prefix_folder prefixes session session_identity session_load session_manifest "
     "session_save",
     "engine": "accelerator batch batch_chat batch_prompt batch_request batch_results choose_label "

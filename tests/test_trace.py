@@ -126,7 +126,7 @@ def test_without_the_native_library_the_bytes_are_the_same(
 ) -> None:
     for name in ("native", "numpy"):
         if name == "numpy":
-            monkeypatch.setattr("k3offload.trace_rows.native.available", lambda: False)
+            monkeypatch.setattr("k3offload.router_codes.native.available", lambda: False)
         r = recorder(tmp_path / name, ahead=True, margin=True)
         sweep(r, [Span(0, 3000, False), Span(9, 1, True)])  # put into 8 bits layer by layer
         sweep(r, [Span(9, 1, True)], ahead=True)
