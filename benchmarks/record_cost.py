@@ -187,9 +187,10 @@ def heard(bench: Bench, case: str) -> list[tuple[Callable[..., None], tuple[Any,
 
 def check_heard(bench: Bench, case: str, parts: list[str]) -> None:
     """End where a step tells nothing of one of ``parts``, which would seem to cost nothing."""
-    for part, place in (("ahead", 2), ("latent", 3)):  # in what ``on_ahead`` is given
-        told = (given for call, given in heard(bench, case) if call == bench.recorder.on_ahead)
-        if part in parts and all(given[place] is None for given in told):
+    places = {"ahead": 2, "latent": 3}  # in what ``on_ahead`` is given
+    for part in places.keys() & set(parts):
+        told = [given for call, given in heard(bench, case) if call == bench.recorder.on_ahead]
+        if all(given[places[part]] is None for given in told):
             raise SystemExit(
                 f"A step of the case {case} tells nothing of {part}. Measure it of another case "
                 "(of prompts nobody asks), or of a model whose layers are in memory."

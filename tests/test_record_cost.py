@@ -52,5 +52,5 @@ def test_a_part_that_nothing_is_told_of_is_refused(
     trace = read_trace(tmp_path / "d")
     assert len(trace.more) == 3
     for name, told in trace.more.items():
-        known = told[trace.decode].any(axis=2)
-        assert known[:, 1:-1].all() and len(known) > 3, name
+        rows = told[trace.decode]
+        assert rows[:, 1:-1].any(axis=2).all() and len(rows) > 3, name
