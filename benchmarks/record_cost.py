@@ -14,7 +14,8 @@ one JSON object a case, whose figures are shares of a step without recording:
 
 and all of it twice: ``busy`` in processor time of the thread that computes (of all threads while
 something is written), which other work beside it disturbs little, and ``wall`` in seconds.  Beside
-them stand ``step_ms`` and what no step has part in: ``open_ms`` and ``close_ms``.
+them stand ``step_ms`` and what no step has part in: ``open_ms`` and ``close_ms``.  A part
+of which a step tells nothing (``ahead`` and ``latent`` of prompts) is refused.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import k3offload
 from k3offload.engine import Engine
 from k3offload.machine import facts
 from k3offload.session import Snapshot
+from k3offload.trace import PARTS
 from k3offload.trace_record import record
 from k3offload.trace_rows import Recorder
 
@@ -120,6 +122,7 @@ class Bench:
             return noted
 
         hooks, watch = self._during
+        vars(self.engine.hooks).update(hooks)
         for name in HOOKS:
             if hooks[name] is not None:
                 setattr(self.engine.hooks, name, also(hooks[name]))
@@ -173,12 +176,30 @@ def paired(bench: Bench, case: str, pairs: int) -> tuple[list[Span], list[Span]]
     return spans[True], spans[False]
 
 
-def writing(bench: Bench, case: str) -> tuple[Span, Span]:
-    """What writing takes for one step, and what ending the trace takes."""
+def heard(bench: Bench, case: str) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+    """What the recorder would be told in one step."""
     ((back, step),) = steps(case, bench.engine, 1)
     back()
     with bench.heard() as calls:
         step()
+    return calls
+
+
+def check_heard(bench: Bench, case: str, parts: list[str]) -> None:
+    """End where a step tells nothing of one of ``parts``, which would seem to cost nothing."""
+    places = {"ahead": 2, "latent": 3}  # in what ``on_ahead`` is given
+    for part in places.keys() & set(parts):
+        told = [given for call, given in heard(bench, case) if call == bench.recorder.on_ahead]
+        if all(given[places[part]] is None for given in told):
+            raise SystemExit(
+                f"A step of the case {case} tells nothing of {part}. Measure it of another case "
+                "(of prompts nobody asks), or of a model whose layers are in memory."
+            )
+
+
+def writing(bench: Bench, case: str) -> tuple[Span, Span]:
+    """What writing takes for one step, and what ending the trace takes."""
+    calls = heard(bench, case)
     watch, recorder = bench.watch, bench.recorder
     recorder.write()
     before, count = watch.sum, -(-CHUNKS * recorder.writer.step // ROWS[case])
@@ -212,6 +233,7 @@ def measure(model: str, case: str, pairs: int, parts: list[str], folder: Path) -
     context = PROMPT + 8 if case == "prompt" else pairs + 64
     with k3offload.load(model, sessions=room, context=context) as engine:
         bench = Bench(engine, folder, parts)
+        check_heard(bench, case, parts)
         gc.collect()
         on, off = paired(bench, case, pairs)
         each, ended = writing(bench, case)
@@ -234,9 +256,10 @@ def main() -> None:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--case", choices=list(ROWS), action="append", help="all, if none is named")
     parser.add_argument("--pairs", type=int, help="400, or a tenth of that of prompts")
-    parser.add_argument("--with", dest="parts", action="append", default=[])
+    parser.add_argument("--with", dest="parts", choices=PARTS, action="append", default=[])
     given = parser.parse_args()
-    for case in given.case or ROWS:
+    asked = {"ahead", "latent"} & set(given.parts)  # of decode rows alone
+    for case in given.case or [case for case in ROWS if case != "prompt" or not asked]:
         pairs = given.pairs or (40 if case == "prompt" else 400)
         with tempfile.TemporaryDirectory(prefix="k3-record-") as folder:
             found = measure(given.model, case, pairs, given.parts, Path(folder) / "trace")

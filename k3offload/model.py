@@ -19,7 +19,7 @@ import torch
 
 from .adaptive import Adaptive
 from .arena import LayerWeights
-from .config import ROW_TILE
+from .config import GROUP_ROWS, ROW_TILE
 from .device_trunk import DeviceTrunk
 from .errors import K3Error, NumericError
 from .hooks import Hooks
@@ -102,14 +102,14 @@ class Model:
             run.state.usable().reserve(len(run.tokens))
             run.state.failed = None
         groups = pack([Span(r.state.position, len(r.tokens), r.decode) for r in runs])
-        rows = groups[-1].end
-        sealed = self._sealed(rows)
+        sealed = self._sealed(rows := groups[-1].end)
         looks = self._schedule if isinstance(sealed, Resident) else None
         decodes = all(group.decode for group in groups) and isinstance(sealed, Resident)
         ahead = looks if decodes else None
         self._hooks = hooks
         on_route = hooks.routing(ahead)
         guesses = ahead if ahead and ahead.begin(rows, self._experts) else None
+        watched = hooks.wants and decodes and not looks and rows <= GROUP_ROWS  # all pages are here
         for run in runs:  # until the last line, whatever ends the sweep
             run.state.broken = "a sweep was interrupted"
         try:
@@ -131,7 +131,7 @@ class Model:
                             run.error = run.error or run.state.failed
                         lost = partial(_lose, groups, runs, hooks)
                         latent = self._feed_forward(layer, stream, groups, w, on_route, lost)
-                        if guesses:
+                        if guesses or watched:
                             self._look_ahead(layer, stream, latent, guesses)
                         elif looks:
                             self._read_on(layer, stream, looks)
@@ -235,26 +235,27 @@ class Model:
         layer: LayerSpec,
         stream: Stream,
         latent: torch.Tensor | None,
-        schedule: Schedule,
+        schedule: Schedule | None,
     ) -> None:
-        """Tell the predictor what it asks about the next layer."""
+        """Tell the predictor, and who watches, what they ask about the next layer."""
         following = self.spec.layers[layer.index + 1 :][:1]
         if not following or following[0].ffn != "moe":
             return
-        asks, index, scores = schedule.asks(), following[0].index, None
-        if not asks and not self._hooks.wants:
+        asks = schedule if schedule and schedule.asks() else None
+        index, scores, wants = following[0].index, None, self._hooks.wants
+        if not asks and not wants:
             return
-        if schedule.asks_router or "router" in self._hooks.wants:
+        if (asks and asks.asks_router) or "router" in wants:
             scores = self._next_router(index, stream, None)[1]
         stream.side.kernels.finish()
-        wanted = schedule.asks_latent or "latent" in self._hooks.wants
+        wanted = (asks and asks.asks_latent) or "latent" in wants
         told = [scores, latent.float() if wanted and latent is not None else None]
         some = [tensor for tensor in told if tensor is not None]
         host = iter(stream.side.kernels.to_host(*some) if some else ())
         likely, given = (None if tensor is None else next(host).numpy() for tensor in told)
         self._hooks.on_ahead(layer.index, index, likely, given)
         if asks:
-            schedule.ahead(layer.index, index, likely, given)
+            asks.ahead(layer.index, index, likely, given)
 
     def _read_on(self, layer: LayerSpec, stream: Stream, schedule: Schedule) -> None:
         """In a crowd of rows most experts come anyway: begin with those that many will choose,

@@ -39,3 +39,18 @@ def test_slow_hooks_and_slow_writing_are_seen(
     assert 0 < found["busy"]["writing"] < 2 and found["wall"]["writing"] > 0
     assert found["busy"]["cost"] == found["busy"]["listening"] + found["busy"]["writing"]
     assert len(read_trace(tmp_path / "t").best) >= 90
+
+
+def test_a_part_that_nothing_is_told_of_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match="case prompt tells nothing of ahead"):
+        record_cost.measure("nano", "prompt", 1, ["ahead"], tmp_path / "p")
+    monkeypatch.setattr(record_cost, "CHUNKS", 1)
+    monkeypatch.setattr("k3offload.trace.CHUNKS", 1 << 14)
+    record_cost.measure("nano", "decode", 3, ["ahead", "latent"], tmp_path / "d")
+    trace = read_trace(tmp_path / "d")
+    assert len(trace.more) == 3
+    for name, told in trace.more.items():
+        rows = told[trace.decode]
+        assert rows[:, 1:-1].any(axis=2).all() and len(rows) > 3, name

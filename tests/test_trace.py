@@ -240,6 +240,15 @@ def recorded(folder: Path, parts: Sequence[str], **how: Any) -> tuple[Trace, k3o
     return read_trace(folder), engine
 
 
+def test_routers_are_asked_ahead_also_where_no_page_is_missing(tmp_path: Path) -> None:
+    few, _ = recorded(tmp_path / "few", ("ahead", "latent"), cache="500k", predict="none")
+    t, engine = recorded(tmp_path / "t", ("ahead", "latent"))
+    assert engine.plan.slots == engine.plan.experts
+    for name in ("ahead_best", "ahead_codes", "latent"):
+        assert t.more[name][70:].any() and not t.more[name][:70].any()
+        assert (t.more[name] == few.more[name]).all(), name
+
+
 def test_of_an_engine(tmp_path: Path) -> None:
     t, engine = recorded(tmp_path / "t", ("ahead", "mixing", "tiers", "latent"), cache="500k")
     moe = engine.spec.moe
