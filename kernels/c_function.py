@@ -131,7 +131,7 @@ class CFunction:
             return
         for i in self._floats:
             places[i] = _bits(places[i])
-        calls.words.extend(self._head + places)
+        calls.words.fromlist(self._head + places)  # all of them, or none and an error
         calls.kept.append((args, also))
 
     def _look_up(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from .latent_format import LatentFormat
 
 #: Runs of blocks [256, kv_lora + rope], in order.  A piece is not touched any more once the next
-#: one is asked for, so its memory may be used again.
+#: one is asked for, so its memory may be used again; pieces that are a list stay as they are.
 Pieces = Iterable[Sequence[torch.Tensor]]
 
 

@@ -134,13 +134,13 @@ class Lease:
 
     def hold(self, pages: Sequence[PageId]) -> None:
         """Hand out ``pages``, which are ready."""
-        self.held += pages
-        if len(self.held) == len(self.order):  # all there is, and nothing is coming
+        if len(pages) == len(self.order):  # all there is, and nothing is coming
             self.ready.clear()
             self.order.clear()
-            return
-        for page in pages:
-            del self.ready[page], self.order[page]
+        else:
+            for page in pages:
+                del self.ready[page], self.order[page]
+        self.held += pages  # last: an interrupt before leaves no page in two places
 
 
 class Leased:
@@ -154,10 +154,10 @@ class Leased:
     def __enter__(self) -> Leased:
         try:
             self._store.begin(self._lease)
+            return self
         except BaseException:
             self.close()
             raise
-        return self
 
     def __iter__(self) -> Leased:
         return self

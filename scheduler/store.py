@@ -186,12 +186,12 @@ class ExpertStore:
         self.counts.requests += len(pages)
         self.counts.late += len(late)
         self.counts.hits += len(pages) - len(late)
+        for page in self._unused.intersection(pages):
+            self.counts.useful += 1
+            self._unused.discard(page)
+            self._guarded.pop(page, None)
         hit, watch = self._policy.hit, self.watch
-        for page in pages:
-            if page in self._unused:
-                self.counts.useful += 1
-                self._unused.discard(page)
-                self._guarded.pop(page, None)
+        for page in pages:  # all of them are in order by now, whatever the policy raises
             hit(page)
             watch(Event.LATE if page in late else Event.HIT, page, 0)
         for ticket in late.values():
@@ -208,6 +208,7 @@ class ExpertStore:
             slot = self._slot_for_demand()
             if slot is None:
                 return
+            self._admit(page, slot)
             lease.wanted.popleft()
             self.counts.requests += 1
             self.counts.misses += 1
@@ -229,8 +230,8 @@ class ExpertStore:
     def _release_held(self, lease: Lease) -> None:
         if self._given_back is not None:
             self._given_back([self._slots[self._slot[page]] for page in lease.held])
-        self._unpin(lease.held)
-        lease.held.clear()
+        held, lease.held = lease.held, []
+        self._unpin(held)
 
     # ---- prefetch ----
 
@@ -251,6 +252,7 @@ class ExpertStore:
                 if len(self._guarded) >= room or not (self._free or self._idle):
                     break
                 slot = self._free.pop() if self._free else self._evict(self._idle)
+                self._admit(page, slot)
                 self._unused.add(page)
                 self._guarded[page] = None
                 self.counts.prefetches += 1
@@ -276,11 +278,18 @@ class ExpertStore:
 
     # ---- reads ----
 
+    def _admit(self, page: PageId, slot: int) -> None:
+        """Tell the policy of ``page``.  What it raises leaves ``slot`` free."""
+        try:
+            self._policy.insert(page)
+        except BaseException:
+            self._free.append(slot)
+            raise
+
     def _begin(self, page: PageId, slot: int, priority: Priority) -> None:
         size, guess = self._tier.size(page), priority is Priority.PREFETCH
         self.counts.bytes += size
         self.counts.prefetch_bytes += size * guess
-        self._policy.insert(page)
         self.watch(Event.PREFETCH if guess else Event.MISS, page, size)
         self._slot[page] = slot
         try:

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 import k3offload
-from k3offload.kernels import c_function, choose, native, residual, residual_native
+from k3offload.kernels import (
+    c_function,
+    choose,
+    native,
+    residual,
+    residual_native,
+    rms_norm_native,
+)
 from k3offload.kernels.choose import Kernels
 from k3offload.kernels.linear_native import linear
 from k3offload.kernels.linear_reference import DenseWeight
@@ -62,6 +69,27 @@ def test_a_peak_is_finite_only_if_all_of_its_row_is(
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 7), (3, 64), (70, 1000)])
+def test_output_gate_is_that_of_torch_row_by_row(
+    shape: tuple[int, int], dtype: torch.dtype, isa: str
+) -> None:
+    g = generator(5)
+    x, gate = randn(g, *shape), 6 * randn(g, *shape, dtype=dtype)
+    gate[0, :5] = torch.tensor([torch.inf, -torch.inf, torch.nan, -104, 88])
+    wanted = residual.output_gate(x.clone(), gate, SOLO)
+    gapped = torch.stack((x, x), 2).view(shape[0], -1)[:, ::2]
+    with native.using(isa):
+        got = residual_native.output_gate(x, gate, SOLO)
+        assert same_bits(residual_native.output_gate(gapped, gate, Workers(3)), got)
+        for row in {0, shape[0] - 1}:
+            one = slice(row, row + 1)
+            assert same_bits(residual_native.output_gate(x[one], gate[one], SOLO), got[one])
+    near = 1e-6 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(got, wanted, rtol=near, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("decode", [True, False])
 def test_a_float32_result_is_that_of_a_float32_row(decode: bool, isa: str) -> None:
     g = generator(2)
@@ -86,6 +114,18 @@ def test_what_a_waiting_call_needs_stays_until_it_has_run() -> None:
         later = rms_norm(x, weight, 1e-5)
     del kept
     assert same_bits(later, rms_norm(x, weight, 1e-5))  # the end of the block runs them too
+
+
+@pytest.mark.parametrize("bad", [1 << 63, 0.5, "x"])
+def test_a_call_with_a_bad_argument_leaves_the_others_whole(bad: Any) -> None:
+    x, weight, call = torch.ones(1, 64), torch.ones(64), rms_norm_native._CALL
+    wanted = rms_norm(x, weight, 1e-5)
+    with c_function.PutOff():
+        first = rms_norm(x, weight, 1e-5)
+        with pytest.raises((TypeError, OverflowError)):
+            call(None, 0, 0, 1, bad, 1e-5, x, weight, x)
+        second = rms_norm(x, weight, 1e-5)
+    assert same_bits(first, wanted) and same_bits(second, wanted)
 
 
 def test_an_error_drops_what_waits() -> None:
@@ -121,7 +161,7 @@ def test_only_native_kernels_and_few_rows_wait() -> None:
     ):
         with Kernels(SOLO, wanted).put_off(rows):
             rms_norm(x, weight, 1e-5)
-            assert bool(c_function._later.calls) == waits
+            assert c_function.waiting() == waits
 
 
 @pytest.mark.parametrize("options", [{}, {"cache": "120K"}, {"predict": "router"}])

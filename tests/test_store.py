@@ -162,6 +162,24 @@ def test_policy_calls_follow_the_schedule(slots: int) -> None:
         assert any(calls != first for calls in others), "the check does not see arrivals"
 
 
+@pytest.mark.parametrize("slots", [2, 4, 6])
+def test_waves_follow_the_schedule(slots: int) -> None:
+    """Leases of up to three times as many pages as slots, some there and the others read."""
+
+    def calls(seed: int) -> list[tuple[str, PageId]]:
+        policy, rng = Told(), random.Random(7)
+        store, tier = make(slots, seed, policy, parts=2)
+        for step in range(30):
+            wanted = rng.sample(range(20), rng.randrange(1, 3 * slots))
+            with store.lease(pages(*wanted, layer=step % 2)) as walk:
+                for _ in walk:
+                    tier.step()
+        return policy.calls
+
+    first = calls(0)
+    assert all(calls(seed) == first for seed in range(1, 6))
+
+
 def test_news_of_the_router_reaches_the_policy() -> None:
     policy = Told()
     make(1, policy=policy)[0].note(3, np.array([5, 9]), np.array([200, 7], np.uint8))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 
 from k3offload.errors import CheckpointError, K3Error, ReadError
 from k3offload.tiers.base import PageId
-from tests.helpers_store import check, check_counts, check_state, make, pages
+from tests.helpers_store import check, check_counts, check_state, flat, make, pages
 
 
 class Told:
@@ -61,10 +64,43 @@ def test_what_the_told_one_raises_ends_the_walk_at_once() -> None:
     check_state(store)
 
 
+@pytest.mark.parametrize("told", ["hit", "insert", "evict"])
+@pytest.mark.parametrize("arrived", [True, False])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_what_a_policy_raises_costs_no_slot(
+    told: str, arrived: bool, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether guesses that a lease asks for have come or are on their way."""
+    store, tier = make(4, room=3)
+    store.prefetch(pages(0, 1, 2))
+    if arrived:
+        tier.settle()
+    kept, calls = getattr(store._policy, told), itertools.count(1)
+
+    def stumbles(*given: Any) -> Any:
+        if next(calls) == nth:
+            raise ZeroDivisionError
+        return kept(*given)
+
+    monkeypatch.setattr(store._policy, told, stumbles)
+    with pytest.raises(ZeroDivisionError), store.lease(pages(0, 1, 2, 3, 4, 5)) as walk:
+        list(walk)
+    tier.settle()
+    assert not store._pins and not store._leases
+    check_state(store)
+    check_counts(store, tier)
+    with store.lease(pages(*range(8), layer=1)) as walk:
+        for found in flat(walk):
+            check(tier, *found)
+    assert len(store._slot) == 4
+
+
 def test_other_errors_end_the_walk() -> None:
     store, tier = make(2)
     tier.fail(PageId(0, 0), MemoryError("no page"))
     told = Told()
-    with pytest.raises(MemoryError), store.lease(pages(0, 1), lost=told) as walk:
-        list(walk)
+    with store.lease(pages(0, 1), lost=told) as walk:
+        with pytest.raises(MemoryError):
+            list(walk)
+        assert list(walk) == []  # and it stays ended
     assert told.all == []
