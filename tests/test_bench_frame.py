@@ -121,7 +121,7 @@ def test_lines_are_compared_by_the_settings_that_they_name(tmp_path: Path) -> No
     assert figures["seconds"].verdict == DIFFERS and figures["deep.x"].verdict == SAME
     assert (kind.a.contended, kind.b.contended) == (0, 5)
     assert "computed_by is 2 threads in A and 8 threads in B" in found.notes
-    with pytest.raises(UsageError, match="of nothing"):
+    with pytest.raises(UsageError, match="no lines of clean runs"):
         compare(a, b, clean=True)
 
 

@@ -53,7 +53,9 @@ class Process:
         self.said: list[str] = []
 
     def slow(self, seconds: float) -> None:
-        self._seconds.write_text(str(seconds))
+        whole = self._seconds.with_suffix(".new")  # a read may look at any moment
+        whole.write_text(str(seconds))
+        whole.replace(self._seconds)
 
     def until(self, line: str) -> str:
         """The line that begins so."""
