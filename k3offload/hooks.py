@@ -12,7 +12,6 @@ import torch
 
 from .layer_moe import OnRoute
 from .scheduler.schedule import Schedule
-from .scheduler.sweep import Group
 from .tiers.base import PageId
 
 if TYPE_CHECKING:
@@ -58,18 +57,12 @@ class Hooks:
         watch = self.on_route
         if schedule is None:
             return None if watch is Hooks.on_route else watch
-
-        def on_route(
-            layer: int,
-            group: Group,
-            experts: torch.Tensor,
-            weights: torch.Tensor,
-            scores: torch.Tensor,
-        ) -> None:
-            schedule.routed(layer, experts.numpy(), scores.numpy())
-            watch(layer, group, experts, weights, scores)
-
-        return on_route
+        return _after(
+            lambda layer, group, experts, weights, scores: schedule.routed(
+                layer, experts.numpy(), scores.numpy()
+            ),
+            watch,
+        )
 
 
 def _after(first: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:
