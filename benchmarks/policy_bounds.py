@@ -2,9 +2,9 @@
 
     python -m benchmarks.policy_bounds [TRACE] [--fit TRACE] [--split N]
 
-TRACE is a folder or file of ``k3offload/trace.py`` (``traces/nano_held_out.zip``).  Its sequences
-are parted in two; every figure is of the second part, from a cold cache, with the same requests
-and leases for all.  Beside LRU, ``reuse`` and Belady's MIN:
+TRACE is a folder or file of ``k3offload/trace.py`` (``traces/nano_held_out.zip``).  The decode
+steps of its sequences are parted in two; every figure is of the second part, from a cold cache,
+with the same requests and leases for all.  Beside LRU, ``reuse`` and Belady's MIN:
 
 * fitted before: a ridge regression (what all routers said -> every page) and a network over it
   and over what is known of each page, trained on the first part only, and on ``--fit`` if given.
@@ -32,6 +32,7 @@ import numpy.typing as npt
 from benchmarks.policy_fit import F32, KEEPS, Fit, Part, at, distance, online_values, part_of
 from benchmarks.run import machine, note
 from k3offload import registry
+from k3offload.errors import UsageError
 from k3offload.scheduler.belady import Belady
 from k3offload.scheduler.replay import replay
 from k3offload.tiers.base import CachePolicy, PageId
@@ -46,6 +47,8 @@ SURE = np.float32(1e6)  #: worth of what an oracle sees, less the steps to it; a
 
 class Table:
     """A policy whose ranks are known beforehand: ``worth`` [steps, pages]; the least leaves."""
+
+    hears_router = True  # a step begins when its router is heard
 
     def __init__(self, worth: F32, layers: Sequence[int]) -> None:
         experts = worth.shape[1] // len(layers)
@@ -131,7 +134,19 @@ def fitted(name: str, fit: Fit, learned: Course, tried: Course) -> tuple[dict[st
     return result, here["network"][..., len(KEEPS) // 2]
 
 
+def steps_of(trace: Trace) -> Trace:
+    """Its decode steps of one row: ranks change at each, and policies hear of no others."""
+    own = trace.rows(trace.decode)
+    if not len(own.sweep) or (np.diff(own.sweep) == 0).any():
+        raise UsageError(
+            f"The trace from {trace.source} has no decode steps, or some of several sequences.",
+            "Record one sequence after another: python -m benchmarks.record_routing.",
+        )
+    return own
+
+
 def measure(trace: Trace, split: int, more: Trace | None) -> dict[str, Any]:
+    trace, more = steps_of(trace), None if more is None else steps_of(more)
     reuse = online_values(trace)
     first = trace.sequence < split
     learn, test = (Course(part_of(trace, reuse, rows)) for rows in (first, ~first))
