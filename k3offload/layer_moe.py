@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from .kernels.choose import Kernels
 from .kernels.experts_reference import Job
 from .kernels.glu_reference import Activation
 from .kernels.linear_reference import Weight
-from .scheduler.lease import Lost
+from .scheduler.lease import Leased, Lost
 from .scheduler.store import ExpertStore
 from .scheduler.sweep import Group
 from .spec import ModelSpec
@@ -91,7 +92,7 @@ def moe(
         latent = kernels.joined(latents)
         results = _Results(side.kernels.here(latent)[0], experts.shape[1], spec)
         decoding = sum(group.end - group.begin for group in groups if group.decode)
-        if kernels.waiting and not _has_all(store, places):
+        if kernels.waiting and not (isinstance(arrivals, Leased) and arrivals.complete):
             kernels.finish()  # what needs no page, while pages come
         for batch in arrivals:
             weights = [expert_weights(page, buffer) for page, buffer in batch]
@@ -167,18 +168,14 @@ def _losing(places: Mapping[PageId, Sequence[int]], top_k: int, on_lost: OnLost)
     return lambda page, error: on_lost(page, [place // top_k for place in places[page]], error)
 
 
-def _has_all(store: ExpertStore | Adaptive, pages: Mapping[PageId, object]) -> bool:
-    return isinstance(store, ExpertStore) and store.has_all(pages.keys())
-
-
 def _places(experts: torch.Tensor, layer: int) -> dict[PageId, list[int]]:
     """Page -> where in ``experts`` [R, k], as flat numbers in rising order, it was chosen; pages
     in rising order, so that what a cache sees of them does not depend on that of the rows."""
-    flat, page = experts.view(-1).tolist(), PageId
-    if experts.shape[0] == 1:  # no expert is chosen twice
-        return {page(layer, number): [place] for place, number in enumerate(flat)}
+    rows, page = experts.tolist(), PageId
+    if len(rows) == 1:  # no expert is chosen twice
+        return {page(layer, number): [place] for place, number in enumerate(rows[0])}
     places: dict[int, list[int]] = {}
-    for place, number in enumerate(flat):
+    for place, number in enumerate(chain.from_iterable(rows)):
         places.setdefault(number, []).append(place)
     return {PageId(layer, number): own for number, own in sorted(places.items())}
 
