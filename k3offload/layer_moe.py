@@ -106,7 +106,10 @@ def moe(
             if results.full:
                 break
             kernels.finish()  # its pages may leave
-        if not kernels.waiting:
+        # Where all pages have room none ever leaves, whatever waits for `finish`; and letting go of
+        # them right behind a kernel, from cold caches, takes several times as long.
+        stay = isinstance(store, ExpertStore) and store.slots >= spec.expert_count
+        if stay or not kernels.waiting:
             leased.close()  # others wait for the pages; what ran beside the device has landed
         at, shares = side.kernels.here(results.at, shares)
         for group, shared in zip(groups, xs, strict=True):
@@ -116,7 +119,8 @@ def moe(
             own = side.kernels.combine(results.y, *of_group)
             y = _projected(kernels.here(own)[0], group, w, spec, kernels)
             emit(group, y, shared if m.shared_width else None)
-        kernels.finish()  # the last pages may leave
+        if not stay:
+            kernels.finish()  # the last pages may leave
     return latent
 
 

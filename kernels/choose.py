@@ -130,7 +130,9 @@ class Kernels:
         """Calls from this thread run this instruction set inside the ``with`` block."""
         if self._where.type == "cuda":
             return torch.cuda.device(self._where)
-        return nullcontext() if self.isa is None else native.using(self.isa)
+        if self.isa is None or self.isa == native.isa():
+            return nullcontext()
+        return native.using(self.isa)
 
     def put_off(self, rows: int) -> AbstractContextManager[None]:
         """Calls inside the block, of ``rows`` decode rows and no others, may wait for `finish`."""

@@ -95,9 +95,6 @@ def use(name: str) -> None:
 def using(name: str) -> Iterator[None]:
     """``use(name)`` for the length of a block."""
     before = isa()
-    if name == before:  # which runs: nothing to look up, twice a sweep
-        yield
-        return
     use(name)
     try:
         yield
