@@ -106,16 +106,12 @@ def moe(
             if results.full:
                 break
             kernels.finish()  # its pages may leave
-        # Where all pages have room none ever leaves, whatever waits for `finish`; and letting go of
-        # them right behind a kernel, from cold caches, takes several times as long.
-        stay = isinstance(store, ExpertStore) and store.slots >= spec.expert_count
+        stay = _stay(store, spec)
         if stay or not kernels.waiting:
             leased.close()  # others wait for the pages; what ran beside the device has landed
         at, shares = side.kernels.here(results.at, shares)
         for group, shared in zip(groups, xs, strict=True):
-            of_group = at, shares
-            if len(groups) > 1:
-                of_group = at[group.rows], shares[group.rows]
+            of_group = (at, shares) if len(groups) == 1 else (at[group.rows], shares[group.rows])
             own = side.kernels.combine(results.y, *of_group)
             y = _projected(kernels.here(own)[0], group, w, spec, kernels)
             emit(group, y, shared if m.shared_width else None)
@@ -165,6 +161,12 @@ def route(
     chosen, share, scores = kernels.router(x, gate, bias, m.top_k, m.renormalize, m.scale, decode)
     kernels.finish()
     return chosen, share, scores.add_(bias) if biased else scores
+
+
+def _stay(store: ExpertStore | Adaptive, spec: ModelSpec) -> bool:
+    """Whether all pages have room, so that none leaves, whatever waits for `finish`: letting go of
+    them right behind a kernel, from cold caches, takes several times as long as before it."""
+    return isinstance(store, ExpertStore) and store.slots >= spec.expert_count
 
 
 def _losing(places: Mapping[PageId, Sequence[int]], top_k: int, on_lost: OnLost) -> Lost:
