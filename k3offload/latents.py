@@ -109,6 +109,13 @@ class Latents:
             done += n
             self.length += n
 
+    def next_row(self) -> torch.Tensor:
+        """Where the next token's row lies, [1, width], for who writes it: it counts from now on."""
+        self.reserve(1)
+        index, at = divmod(self.length, LATENT_BLOCK)
+        self.length += 1
+        return self._blocks[index].data[at : at + 1]
+
     def reserve(self, count: int) -> None:
         """Make room for ``count`` more tokens; ``DoesNotFit`` if the ledger has none."""
         while len(self._blocks) * LATENT_BLOCK < self.length + count:

@@ -17,6 +17,7 @@ from .kernels.choose import Kernels
 from .kernels.latents_reference import pack
 from .kernels.linear_reference import Weight
 from .kernels.mla_prefill_reference import Query
+from .latents import Latents
 from .scheduler.sweep import Group, Part
 from .spec import MlaSpec, ModelSpec
 from .state import SequenceState
@@ -48,12 +49,7 @@ def mla(
     if m.q_lora is not None:
         q = project("q_b_proj", norm("q_a", q))
     latent = norm("kv_a", kv[:, : m.kv_lora])
-    kernels.finish()
-    latent = torch.cat((latent, kv[:, m.kv_lora :]), 1)
-    latent = pack(latent, states[group.parts[0].run].form)
-    for part in group.parts:
-        with states[part.run].losing():
-            states[part.run].latents[w.layer].append(latent[group.own(part)])
+    _keep(latent, kv[:, m.kv_lora :], group, states, w.layer, kernels)
 
     q = q.view(-1, m.heads, m.nope + m.rope)
     up = w.matrix("self_attn.kv_b_proj.weight")
@@ -65,6 +61,29 @@ def mla(
         kernels.finish()
         attended = attended.to(x.dtype)
     return project("o_proj", attended)
+
+
+def _keep(
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    group: Group,
+    states: Sequence[SequenceState],
+    layer: int,
+    kernels: Kernels,
+) -> None:
+    """Append ``latent`` [R, kv_lora] (normed) and ``rope`` [R, rope] to the sequences' latents."""
+    state = states[group.parts[0].run]
+    own = state.latents[layer]
+    if len(latent) == 1 and state.form.precision is None and isinstance(own, Latents):
+        row, width = own.next_row(), latent.shape[1]  # by calls that may be put off
+        kernels.residual(None, latent, None, row[:, :width])
+        kernels.residual(None, rope, None, row[:, width:])
+        return
+    kernels.finish()
+    rows = pack(torch.cat((latent, rope), 1), state.form)
+    for part in group.parts:
+        with states[part.run].losing():
+            states[part.run].latents[layer].append(rows[group.own(part)])
 
 
 def _decode(

@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from .kernels.choose import Kernels
 from .kernels.experts_reference import Job
 from .kernels.glu_reference import Activation
 from .kernels.linear_reference import Weight
-from .scheduler.lease import Lost
+from .scheduler.lease import Leased, Lost
 from .scheduler.store import ExpertStore
 from .scheduler.sweep import Group
 from .spec import ModelSpec
@@ -91,7 +92,7 @@ def moe(
         latent = kernels.joined(latents)
         results = _Results(side.kernels.here(latent)[0], experts.shape[1], spec)
         decoding = sum(group.end - group.begin for group in groups if group.decode)
-        if kernels.waiting and not _has_all(store, places):
+        if kernels.waiting and not (isinstance(arrivals, Leased) and arrivals.complete):
             kernels.finish()  # what needs no page, while pages come
         for batch in arrivals:
             weights = [expert_weights(page, buffer) for page, buffer in batch]
@@ -105,17 +106,17 @@ def moe(
             if results.full:
                 break
             kernels.finish()  # its pages may leave
-        if not kernels.waiting:
+        stay = _stay(store, spec)
+        if stay or not kernels.waiting:
             leased.close()  # others wait for the pages; what ran beside the device has landed
         at, shares = side.kernels.here(results.at, shares)
         for group, shared in zip(groups, xs, strict=True):
-            of_group = at, shares
-            if len(groups) > 1:
-                of_group = at[group.rows], shares[group.rows]
+            of_group = (at, shares) if len(groups) == 1 else (at[group.rows], shares[group.rows])
             own = side.kernels.combine(results.y, *of_group)
             y = _projected(kernels.here(own)[0], group, w, spec, kernels)
             emit(group, y, shared if m.shared_width else None)
-        kernels.finish()  # the last pages may leave
+        if not stay:
+            kernels.finish()  # the last pages may leave
     return latent
 
 
@@ -162,23 +163,25 @@ def route(
     return chosen, share, scores.add_(bias) if biased else scores
 
 
+def _stay(store: ExpertStore | Adaptive, spec: ModelSpec) -> bool:
+    """Whether all pages have room, so that none leaves, whatever waits for `finish`: letting go of
+    them right behind a kernel, from cold caches, takes several times as long as before it."""
+    return isinstance(store, ExpertStore) and store.slots >= spec.expert_count
+
+
 def _losing(places: Mapping[PageId, Sequence[int]], top_k: int, on_lost: OnLost) -> Lost:
     """Whom a lease of the pages in ``places`` tells what it cannot have."""
     return lambda page, error: on_lost(page, [place // top_k for place in places[page]], error)
 
 
-def _has_all(store: ExpertStore | Adaptive, pages: Mapping[PageId, object]) -> bool:
-    return isinstance(store, ExpertStore) and store.has_all(pages.keys())
-
-
 def _places(experts: torch.Tensor, layer: int) -> dict[PageId, list[int]]:
     """Page -> where in ``experts`` [R, k], as flat numbers in rising order, it was chosen; pages
     in rising order, so that what a cache sees of them does not depend on that of the rows."""
-    flat, page = experts.view(-1).tolist(), PageId
-    if experts.shape[0] == 1:  # no expert is chosen twice
-        return {page(layer, number): [place] for place, number in enumerate(flat)}
+    rows, page = experts.tolist(), PageId
+    if len(rows) == 1:  # no expert is chosen twice
+        return {page(layer, number): [place] for place, number in enumerate(rows[0])}
     places: dict[int, list[int]] = {}
-    for place, number in enumerate(flat):
+    for place, number in enumerate(chain.from_iterable(rows)):
         places.setdefault(number, []).append(place)
     return {PageId(layer, number): own for number, own in sorted(places.items())}
 

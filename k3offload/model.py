@@ -310,11 +310,14 @@ class Model:
     def _check(self, stream: Stream, groups: Sequence[Group], runs: Sequence[Run]) -> None:
         """Give runs whose numbers are no longer finite their errors, which name the first layer.
         Once for all layers, since it waits for what they gave."""
-        stream.side.kernels.finish()
-        peaks = stream.side.kernels.to_host(torch.cat(stream.peaks))[0]
-        if peaks.numpy().max() < math.inf:  # not so for NaN
+        kernels, peaks = stream.side.kernels, stream.peaks
+        kernels.finish()
+        if not peaks[0].is_cpu:  # one copy for all
+            peaks = [torch.cat(peaks)]
+        peaks = kernels.to_host(*peaks)
+        if all(math.isfinite(peak) for some in peaks for peak in some.tolist()):
             return
-        finite = torch.isfinite(peaks.view(len(self.spec.layers), -1))  # [layers, R]
+        finite = torch.isfinite(torch.cat(peaks).view(len(self.spec.layers), -1))  # [layers, R]
         for layer, rows in zip(self.spec.layers, finite, strict=True):
             for part in _parts(groups):
                 run = runs[part.run]
@@ -349,7 +352,7 @@ class Model:
                 kernels.finish()
                 (logits,) = kernels.to_host(self._logits(x.float(), kernels, decode))
                 for j, (run, position, _) in enumerate(some):
-                    emit(run, position, logits[j : j + 1])
+                    emit(run, position, logits if len(some) == 1 else logits[j : j + 1])
 
     def _logits(self, x: torch.Tensor, kernels: Kernels, decode: bool) -> torch.Tensor:
         """[n, V] float32 of ``x`` [n, H] float32."""

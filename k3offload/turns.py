@@ -55,7 +55,7 @@ class Turns:
         self.rows = decoding, sum(len(run.tokens) for run in runs) - decoding
 
         def emit(run: int, position: int, rows: torch.Tensor) -> None:
-            taken[run].keep_logits(rows[-1].numpy())
+            taken[run].keep_logits(rows.numpy()[-1])
             if (wanted := taken[run].on_rows) is not None:
                 wanted(rows)
 

@@ -173,7 +173,10 @@ class Weights:
         counts.requests += len(tokens)
         if self._embed_held is not None:
             counts.hits += len(tokens)
-            return self._embed_held.tensor(EMBED)[torch.tensor(tokens)].to(dtype)
+            held = self._embed_held.tensor(EMBED)
+            if len(tokens) == 1:  # a slice: an index costs a step of one row several times as much
+                return held[tokens[0] : tokens[0] + 1].to(dtype, copy=True)
+            return held[torch.tensor(tokens)].to(dtype)
         places = [rows_of(self._embed, t, t + 1).location for t in tokens]
         rows = np.empty((len(tokens), places[0].length if places else 0), np.uint8)
         begin = time.perf_counter()

@@ -62,7 +62,7 @@ class Kernels:
         isa: str | None = None,
         where: torch.device = CPU,
     ) -> None:
-        self.workers, self._where = workers, where
+        self.workers, self._where, self._on_cpu = workers, where, where.type == "cpu"
         self.waits = 0  #: times that results were waited for, here or by the host
         self.isa, self.why = _instruction_set(isa)
         self.chosen: dict[str, str] = {}
@@ -130,7 +130,9 @@ class Kernels:
         """Calls from this thread run this instruction set inside the ``with`` block."""
         if self._where.type == "cuda":
             return torch.cuda.device(self._where)
-        return nullcontext() if self.isa is None else native.using(self.isa)
+        if self.isa is None or self.isa == native.isa():
+            return nullcontext()
+        return native.using(self.isa)
 
     def put_off(self, rows: int) -> AbstractContextManager[None]:
         """Calls inside the block, of ``rows`` decode rows and no others, may wait for `finish`."""
@@ -168,10 +170,8 @@ class Kernels:
 
     def here(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """``tensors`` where these operators compute; nobody waits for what comes from RAM."""
-        if all(tensor.device == self._where for tensor in tensors):
-            return list(tensors)
-        if self._where.type == "cpu":
-            return self.to_host(*tensors)
+        if self._on_cpu:
+            return list(tensors) if all(t.is_cpu for t in tensors) else self.to_host(*tensors)
         return [t if t.device == self._where else sent(t, self._where) for t in tensors]
 
     def linear(self, x: torch.Tensor, weight: Weight, decode: bool = False) -> torch.Tensor:

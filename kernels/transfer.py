@@ -27,7 +27,7 @@ def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``tensors``, on one device or in RAM, in RAM; one wait for all of them."""
     found, streams = [], set()
     for tensor in tensors:
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             found.append(tensor)
             continue
         here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

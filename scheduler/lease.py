@@ -170,6 +170,11 @@ class Leased:
                 return batch
         raise StopIteration
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to wait for: all pages are there, or lost."""
+        return not (self._lease.wanted or self._lease.coming)
+
     def __exit__(self, *error: object) -> None:
         self.close()
 

@@ -74,10 +74,6 @@ class ExpertStore:
         with self._change:
             return page in self._slot and page not in self._loading
 
-    def has_all(self, pages: Set[PageId]) -> bool:
-        with self._change:
-            return self._slot.keys() >= pages and self._loading.keys().isdisjoint(pages)
-
     def absent(self, page: PageId) -> bool:
         """Whether ``page`` is neither here nor being read."""
         with self._change:
