@@ -60,7 +60,7 @@ FORMAT, VERSION = "k3offload trace", 2
 #: bytes of all chunks of the same rows, at most, about: to write a small one takes as long
 CHUNKS: Final = 4 << 20
 EVENTS: Final = 1 << 17  #: of a chunk
-#: bit by bit, for few of a number's bits are in use: zstd takes four times as long for as many bytes
+#: bit by bit, for few of a number's bits are in use; zstd takes thrice as long for as many bytes
 PACKED: Final = {"cname": "lz4", "clevel": 1, "shuffle": "bitshuffle"}
 PARTS: Final = ("ahead", "latent", "margin", "mixing", "tiers")  #: that may be asked for
 Array = npt.NDArray[Any]
