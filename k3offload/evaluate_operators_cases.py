@@ -341,12 +341,12 @@ class Cases:
 
 
 def _choice(results: Tensors, bias: torch.Tensor, moe: MoeSpec) -> Tensors:
-    """What can be compared of a choice: the scores; those, with ``bias``, of the experts that were
-    chosen, since experts of equal scores may change places; and the shares beside what follows
-    from the scores."""
+    """What can be compared of a choice: the scores; those of the experts that were chosen, since
+    experts of equal scores may change places; and the shares beside what follows from the scores
+    without ``bias``."""
     chosen, share, scores = results
-    best = (scores + bias).gather(1, chosen).sort(dim=1).values
-    plain = scores.gather(1, chosen)
+    best = scores.gather(1, chosen).sort(dim=1).values
+    plain = (scores - bias).gather(1, chosen)
     if moe.renormalize:
         plain = plain / plain.sum(1, keepdim=True)
     return scores, best, share / (plain * moe.scale)

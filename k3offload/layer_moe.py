@@ -133,7 +133,7 @@ def _route(
     One wait for each group: which pages to ask for cannot be known without it."""
     experts, weights = [], []
     for x, group in zip(xs, groups, strict=True):
-        chosen, share, scores = route(x, w, spec, kernels, group.decode, on_route is not None)
+        chosen, share, scores = route(x, w, spec, kernels, group.decode)
         if group.decode and on_route is not None:
             # whoever looks ahead wants the scores too: few, and no wait of their own
             chosen, scores = kernels.to_host(chosen, scores)
@@ -149,18 +149,16 @@ def _route(
 
 
 def route(
-    x: torch.Tensor, w: LayerWeights, spec: ModelSpec, kernels: Kernels, decode: bool,
-    biased: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(experts [R, k], weights [R, k], the scores [R, E] by which they were chosen) for ``x``.  If
-    not ``biased``, nobody reads the scores, and they lack the bias."""
+    x: torch.Tensor, w: LayerWeights, spec: ModelSpec, kernels: Kernels, decode: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(experts [R, k], weights [R, k], the scores [R, E] by which they were chosen) for ``x``."""
     assert spec.moe is not None
     m = spec.moe
     gate = w.matrix("block_sparse_moe.gate.weight")
     bias = w.vector("block_sparse_moe.gate.e_score_correction_bias")
-    chosen, share, scores = kernels.router(x, gate, bias, m.top_k, m.renormalize, m.scale, decode)
+    routed = kernels.router(x, gate, bias, m.top_k, m.renormalize, m.scale, decode)
     kernels.finish()
-    return chosen, share, scores.add_(bias) if biased else scores
+    return routed
 
 
 def _stay(store: ExpertStore | Adaptive, spec: ModelSpec) -> bool:

@@ -60,7 +60,8 @@ FORMAT, VERSION = "k3offload trace", 2
 #: bytes of all chunks of the same rows, at most, about: to write a small one takes as long
 CHUNKS: Final = 4 << 20
 EVENTS: Final = 1 << 17  #: of a chunk
-LEVEL: Final = 1  #: of compression: 3 takes three times as long and saves 2 of 100 bytes
+#: bit by bit, for few of a number's bits are in use; zstd takes thrice as long for as many bytes
+PACKED: Final = {"cname": "lz4", "clevel": 1, "shuffle": "bitshuffle"}
 PARTS: Final = ("ahead", "latent", "margin", "mixing", "tiers")  #: that may be asked for
 Array = npt.NDArray[Any]
 EVENT: Final[dict[str, str]] = {
@@ -224,7 +225,7 @@ class _Growing:
         self._arrays = {
             key: group.create_array(
                 key, shape=(0, *shape), chunks=(step, *(max(1, n) for n in shape)), dtype=kind,
-                compressors=BloscCodec(cname="zstd", clevel=LEVEL),
+                compressors=BloscCodec(**PACKED),
                 config={"write_empty_chunks": True},
             )
             for key, (shape, kind) in arrays.items()

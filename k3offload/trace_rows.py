@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .scheduler.sweep import Group
 
 RAW: Final = 256 << 10  #: bytes of scores that wait to be put into 8 bits, about
+LARGE: Final = 1 << 20  #: bytes of a sweep's scores beyond which they do not wait for its end
 EVENTS: Final = 1 << 14  #: that wait to be put into arrays
 
 
@@ -118,7 +119,7 @@ class Recorder:
                 self._count += 1
             sequences.append(number)
             rows += len(run.tokens)
-        self._now = _Sweep(self._sweeps, sequences, rows, rows * self._row_bytes > RAW)
+        self._now = _Sweep(self._sweeps, sequences, rows, rows * self._row_bytes > LARGE)
 
     def on_ahead(
         self, layer: int, next_layer: int, scores: Array | None, latent: Array | None = None

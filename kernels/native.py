@@ -17,7 +17,7 @@ from pathlib import Path
 from ..errors import UsageError
 from .workers import Workers
 
-ABI = 9  #: K3_ABI of native/native.h
+ABI = 10  #: K3_ABI of native/native.h
 LIBRARY = "_native.abi3.so"
 #: By number, see native/native.h.
 ISAS = ("portable", "neon", "avx2", "avx512", "avx512bf16", "amx")

@@ -23,10 +23,10 @@ def router(
     decode: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``x`` [R, H] -> (experts [R, k] int64 in rising order, weights [R, k] float32, scores [R, E]
-    float32: all sigmoids, without the bias).
+    float32, by which they were chosen: sigmoids plus ``bias`` [E]).
 
-    The logits are float32.  ``bias`` [E] takes part in the choice only; the weights are the
-    plain sigmoid scores, divided by their sum if ``renormalize``, times ``scale``.  Equal biased
+    The logits are float32.  The bias takes part in the choice only; the weights are the plain
+    sigmoids, divided by their sum if ``renormalize``, times ``scale``.  Equal biased
     scores: the lower expert number wins; NaN comes before every number.
     """
     logits = linear(x, gate, workers, decode, torch.float32)

@@ -20,16 +20,17 @@ def router(
     decode: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``x`` [R, H] -> (experts [R, k] int64 in rising order, weights [R, k] float32, scores [R, E]
-    float32: all sigmoids, without the bias).
+    float32, by which they were chosen: sigmoids plus ``bias`` [E]).
 
-    The logits are float32.  ``bias`` [E] takes part in the choice only; the weights are the
-    plain sigmoid scores, divided by their sum if ``renormalize``, times ``scale``.  Equal biased
+    The logits are float32.  The bias takes part in the choice only; the weights are the plain
+    sigmoids, divided by their sum if ``renormalize``, times ``scale``.  Equal biased
     scores: the lower expert number wins.
     """
-    scores = by_lanes(torch.sigmoid, linear(x.float(), gate, workers, decode))
-    order = torch.sort(scores + bias.float(), dim=-1, descending=True, stable=True).indices
+    plain = by_lanes(torch.sigmoid, linear(x.float(), gate, workers, decode))
+    scores = plain + bias.float()
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     experts = order[:, :top_k].sort(dim=-1).values
-    weights = scores.gather(1, experts)
+    weights = plain.gather(1, experts)
     if renormalize:
         total = torch.zeros(x.shape[0])
         for j in range(top_k):  # one fixed order of summation

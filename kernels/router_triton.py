@@ -77,15 +77,15 @@ def _choose(
     scores, bias, experts, weights, scale, rows, ROWS: tl.constexpr, E: tl.constexpr,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """Turns the logits in ``scores`` into sigmoids and writes the best experts, rising."""
+    """Turns the logits in ``scores`` into biased sigmoids and writes the best experts, rising."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     expert = tl.arange(0, BLOCK)[None, :]
     real = (row < rows) & (expert < E)
     logit = tl.load(scores + row * E + expert, mask=real, other=0.0)
     one = tl.full([ROWS, BLOCK], 1.0, tl.float32)
     score = tl.div_rn(one, one + tl.exp(-logit))
-    tl.store(scores + row * E + expert, score, mask=real)
     biased = score + tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)
+    tl.store(scores + row * E + expert, biased, mask=real)
     # Score above, number below: one maximum finds the best, and the lower number among equals.
     key = (_in_order(biased).to(tl.int64) << 32) | (0x7FFFFFFF - expert).to(tl.int64)
     key = tl.where(expert < E, key, LOWEST)
@@ -115,10 +115,10 @@ def router(
     decode: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``x`` [R, H] -> (experts [R, k] int64 in rising order, weights [R, k] float32, scores [R, E]
-    float32: all sigmoids, without the bias).
+    float32, by which they were chosen: sigmoids plus ``bias`` [E]).
 
-    The logits are float32.  ``bias`` [E] takes part in the choice only; the weights are the
-    plain sigmoid scores, divided by their sum if ``renormalize``, times ``scale``.  Equal biased
+    The logits are float32.  The bias takes part in the choice only; the weights are the plain
+    sigmoids, divided by their sum if ``renormalize``, times ``scale``.  Equal biased
     scores: the lower expert number wins; NaN comes before every number.
     """
     (rows, k), count = x.shape, gate.shape[0]

@@ -145,7 +145,7 @@ def router_exact(i: Inputs, renormalize: bool = True, scale: float = 2.5) -> Ten
     weights = scores.gather(1, experts)
     if renormalize:
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
-    return experts, weights * scale, scores
+    return experts, weights * scale, biased
 
 
 def _router(decode: bool) -> Op:

@@ -311,7 +311,8 @@ def test_functions_are_within_two_ulps(isa: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("count", "k"), [(896, 16), (40, 6), (8, 8), (3, 1), (17, 5)])
 def test_route(count: int, k: int, isa: str) -> None:
-    """As torch sorts: equal scores to the lower number, NaN before every number."""
+    """As torch sorts: equal scores to the lower number, NaN before every number.  Scores have the
+    bias in them, to the bit as torch adds it; weights do not."""
     g = generator(count)
     logits, bias = randn(g, 30, count) * 2, randn(g, count) / 10
     logits[3] = 0.5
@@ -324,16 +325,18 @@ def test_route(count: int, k: int, isa: str) -> None:
         experts, weights, scores = route(logits, bias, k, True, 2.5)
         again = route(logits.repeat(40, 1), bias, k, True, 2.5, workers)
         plain = route(logits, bias, k, False, 1.0)
+        sigmoids = route(logits, torch.zeros(count), k, False, 1.0)[2]
     workers.close()
     exact = torch.sigmoid(logits.double())
-    torch.testing.assert_close(scores.double(), exact, rtol=1e-6, atol=0, equal_nan=True)
-    order = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices
+    torch.testing.assert_close(sigmoids.double(), exact, rtol=1e-6, atol=0, equal_nan=True)
+    assert same_bits(scores, sigmoids + bias)
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     want = order[:, :k].sort(-1).values
     assert torch.equal(experts, want)
     chosen = exact.gather(1, want)
     normed = chosen / chosen.sum(1, keepdim=True) * 2.5
     torch.testing.assert_close(weights.double(), normed, rtol=2e-6, atol=0, equal_nan=True)
-    assert same_bits(plain[1], scores.gather(1, want))
+    assert same_bits(plain[1], sigmoids.gather(1, want))
     for one, many in zip((experts, weights, scores), again, strict=True):
         assert same_bits(one.repeat(40, 1), many)
 

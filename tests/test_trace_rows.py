@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import k3offload
 from k3offload.model import Run
@@ -16,8 +17,9 @@ from k3offload.trace import read_trace
 from k3offload.trace_record import record
 
 
-def test_rows_are_what_the_routers_said(tmp_path: Path) -> None:
+def test_rows_are_what_the_routers_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In crowds and alone, large sweeps and small ones: row by row, by numpy alone."""
+    monkeypatch.setattr("k3offload.trace_rows.LARGE", 300 << 10)  # 200 rows
     said: dict[tuple[int, int], tuple[Any, Any]] = {}  # of a row, counted from the first, and layer
     rows = [0, 0]  # before this sweep, of this sweep
 

@@ -7,8 +7,8 @@
 
 #define K3_API extern "C" __attribute__((visibility("default")))
 
-// Raised whenever a C signature changes, so that an old build is refused (kernels/native.py).
-constexpr int K3_ABI = 9;
+// Raised whenever a C function changes for its callers, so that an old build is refused (kernels/native.py).
+constexpr int K3_ABI = 10;
 
 namespace k3 {
 

@@ -36,7 +36,7 @@ struct MixArgs {  // items: rows
 
 struct RouteArgs {  // items: rows
     const float *logits, *bias;
-    float* scores;
+    float* scores;  // by which they are chosen
     int64_t* experts;
     float* weights;
     int64_t count, top_k;

@@ -158,16 +158,19 @@ K3_INLINE uint32_t rank_of(float x) {
 }
 
 void route(const RouteArgs& a, int64_t begin, int64_t end) {
-    auto ranks = static_cast<uint32_t*>(scratch(SEQ_SCRATCH, size_t(a.top_k) * sizeof(uint32_t)));
+    auto plain = static_cast<float*>(scratch(SEQ_SCRATCH, size_t(a.count + a.top_k) * sizeof(float)));
+    auto ranks = reinterpret_cast<uint32_t*>(plain + a.count);
     for (int64_t r = begin; r < end; r++) {
         float* scores = a.scores + r * a.count;
         int64_t* chosen = a.experts + r * a.top_k;
         groups(a.count, K3_GROUP {
-            store(scores + i, sigmoid(load(a.logits + r * a.count + i, n)), n);
+            F score = sigmoid(load(a.logits + r * a.count + i, n));
+            store(plain + i, score, n);
+            store(scores + i, score + load(a.bias + i, n), n);
         });
         int64_t used = 0;  // best first; a later expert passes an earlier one only if it is better
         for (int64_t e = 0; e < a.count; e++) {
-            uint32_t rank = rank_of(scores[e] + a.bias[e]);
+            uint32_t rank = rank_of(scores[e]);
             if (used == a.top_k && rank <= ranks[used - 1]) continue;
             int64_t at = used < a.top_k ? used++ : used - 1;
             for (; at && ranks[at - 1] < rank; at--) ranks[at] = ranks[at - 1], chosen[at] = chosen[at - 1];
@@ -179,9 +182,9 @@ void route(const RouteArgs& a, int64_t begin, int64_t end) {
             chosen[at] = e;
         }
         float total = 0;
-        for (int64_t i = 0; i < used; i++) total += scores[chosen[i]];
+        for (int64_t i = 0; i < used; i++) total += plain[chosen[i]];
         for (int64_t i = 0; i < used; i++) {
-            float share = scores[chosen[i]];
+            float share = plain[chosen[i]];
             if (a.renormalize) share /= total + 1e-20f;
             a.weights[r * a.top_k + i] = share * a.scale;
         }
