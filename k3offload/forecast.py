@@ -3,8 +3,8 @@
 Pure arithmetic, no torch, no files.  What is assumed, and stated wherever a figure is shown:
 
 * **Weights.** A decode row reads every weight that it uses once from memory; more rows of the same
-  step use the weights while they are there.  Prompt rows use a weight in groups of ``GROUP_ROWS``;
-  each group reads (or decodes) it once.
+  step use it while it is there.  Prompt rows use a weight in groups of ``GROUP_ROWS``, each of
+  which reads (decodes) it once; an expert has its rows in tiles, the last of which is half full.
 * **Routing** is uniform and independent of the past: ``n`` rows ask for E(1 - (1 - k/E)^n) of a
   layer's E experts.  A cache of s of S experts then holds what a decode row wants with the chance
   s/S, whatever its policy; text repeats itself, so a real one holds more (``hit_rate``).
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .budget import latent_form
 from .config import GROUP_ROWS, KDA_CHUNK, ROW_TILE
-from .forecast_sizes import attended_pairs, distinct, is_product, longer, weight_of
+from .forecast_sizes import attended_pairs, distinct, is_product, longer, tiled, weight_of
 from .inventory import DENSE, HEAD, KDA, MLA, ROUTERS
 from .rates import EXPERTS, Rates
 from .spec import LayerSpec, ModelSpec
@@ -318,7 +318,8 @@ class _Sweep:
         """The routed experts of a layer, each with its share of the rows."""
         m = self.spec.moe
         assert m is not None
-        rows, macs = self.n * m.top_k / self.wanted, 3 * m.width * m.io
+        macs, tile = 3 * m.width * m.io, 1 if self.decode else self.rates.tile
+        rows = tiled(self.n * m.top_k / self.wanted, tile)
         one = self._product(EXPERTS, self.spec.expert_bytes, macs, rows)
         numbers = self.n * m.top_k * 3 * m.io  # outputs written, weighted and added up
         return Cost(*(self.wanted * part for part in one)).plus(self._row_wise(numbers))

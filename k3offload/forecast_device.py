@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from .devices import Placement
 from .forecast import Cost, Setup, _Sweep, _Work
-from .rates import KINDS, Rates
+from .rates import ASSUMED_TILE, KINDS, Rates
 from .scheduler.plan import Plan
 from .spec import LayerSpec
 
@@ -46,6 +46,7 @@ class Bus:
             extra=dict.fromkeys(KINDS, macs),
             ready=dict.fromkeys(KINDS, read),
             macs=dict.fromkeys(KINDS, macs),
+            tile=ASSUMED_TILE,
             macs32=macs * EDGE,
             attention=macs * EDGE,
             recurrence=macs * EDGE * EDGE,

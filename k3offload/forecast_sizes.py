@@ -46,6 +46,12 @@ def trunk_elements(spec: ModelSpec) -> int:
     return layers + spec.vocab * spec.hidden
 
 
+def tiled(rows: float, tile: float) -> float:
+    """Rows that an expert computes which got ``rows`` on average, ``tile`` of them at a time: its
+    last tile is half full on average, and there is at least one."""
+    return max(tile, rows + (tile - 1) / 2)
+
+
 def attended_pairs(position: int, rows: int) -> int:
     """Pairs of a prompt row and a key that attention computes for ``rows`` rows from ``position``
     on: tiles of rows, each with all blocks of latents up to its last row's."""

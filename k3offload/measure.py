@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from .config import GROUP_ROWS, KDA_CHUNK, LATENT_BLOCK, ROW_TILE
 from .engine import DTYPES
 from .forecast_sizes import attended_pairs
 from .kernels import native
-from .kernels.choose import Kernels
+from .kernels.choose import NATIVE, Kernels
 from .kernels.experts_reference import Job
 from .kernels.int8 import Int8Weight
 from .kernels.linear_reference import DenseWeight, Weight
@@ -132,6 +133,7 @@ def measure(
     with single_threaded():
         bench = Operators(spec, kernels, DTYPES[dtype])
         stream, extra, ready, macs = bench.tables()
+        tile = bench.tile(ready[EXPERTS], macs[EXPERTS])
         rates = Rates(
             disk=disk or ASSUMED_DISK,
             ram=scan.read,
@@ -139,6 +141,7 @@ def measure(
             extra=extra,
             ready=ready,
             macs=macs,
+            tile=tile,
             macs32=extra["bfloat16"],  # decode rows, too, are computed in float32
             attention=bench.attention(),
             recurrence=bench.recurrence(),
@@ -237,23 +240,41 @@ class Operators:
         m = self.spec.moe
         if m is None:
             return (1.0,) * 4
-        kind = "mxfp4" if m.format == "mxfp4" else "bfloat16"
-        up, down = self.weights(kind, m.width, m.io), self.weights(kind, m.io, m.width)
+        few = FEW if self.kernels.chosen["experts"] == NATIVE else ROW_TILE  # a whole tile
+        macs = 3 * m.width * m.io
+        return _line(self.spec.expert_bytes, macs, self._expert_seconds, (few, MANY))
+
+    def tile(self, ready: float, macs: float) -> float:
+        """How many rows of an expert in a prompt cost as much as one row does alone, by the rates
+        of experts."""
+        m = self.spec.moe
+        if m is None:
+            return 1.0
+        beside = self._expert_seconds(1, False) - self.spec.expert_bytes / ready
+        return min(max(1.0, beside * macs / (3 * m.width * m.io)), float(ROW_TILE))
+
+    def _expert_seconds(self, rows: int, decode: bool) -> float:
+        """Seconds of an expert with so many rows, among as many experts as a call may have."""
+        m = self.spec.moe
+        assert m is not None
+        up, down = self._expert_weights
+        x, own = self.x(max(rows, GROUP_ROWS), m.io), range(rows)
         triples = len(up) // 3
+        count = min(m.top_k, triples, GROUP_ROWS // rows)
 
-        def seconds(rows: int, decode: bool) -> float:
-            x, own = self.x(max(rows, GROUP_ROWS), m.io), range(rows)
-            count = min(m.top_k, triples, GROUP_ROWS // rows)
+        def work(i: int) -> None:
+            some = [(i * count + j) % triples * 3 for j in range(count)]
+            jobs = [Job(up[t], up[t + 1], down[t + 2], own) for t in some]
+            self.kernels.experts(x, jobs, self.act, decode)
 
-            def work(i: int) -> None:
-                some = [(i * count + j) % triples * 3 for j in range(count)]
-                jobs = [Job(up[t], up[t + 1], down[t + 2], own) for t in some]
-                self.kernels.experts(x, jobs, self.act, decode)
+        return typical(work) / count
 
-            return typical(work) / count
-
-        size, macs = 3 * weight_bytes(kind, m.width, m.io), 3 * m.width * m.io
-        return _line(size, macs, seconds, (FEW, MANY))
+    @cached_property
+    def _expert_weights(self) -> tuple[list[Weight], list[Weight]]:
+        m = self.spec.moe
+        assert m is not None
+        kind = "mxfp4" if m.format == "mxfp4" else "bfloat16"
+        return self.weights(kind, m.width, m.io), self.weights(kind, m.io, m.width)
 
     def attention(self) -> float:
         """Multiply-adds a second of scores and sums of prompt attention, keys and values expanded

@@ -24,6 +24,7 @@ FLOAT32_SHARE: Final = 0.25  #: of the multiply-adds in bfloat16
 RECURRENCE_SHARE: Final = 0.05
 BYTES_PER_NUMBER: Final = 24  #: of memory traffic that a number of row-wise work costs
 ASSUMED_LAYER: Final = 1e-3  #: seconds of calls and hand-overs
+ASSUMED_TILE: Final = 16  #: rows of a tile of bfloat16 products; others go row by row
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Rates:
     extra: Mapping[str, float]  #: multiply-adds of each further decode row, by format
     ready: Mapping[str, float]  #: bytes of weights made ready for prompt rows, by format
     macs: Mapping[str, float]  #: multiply-adds of prompt rows after that, by format
+    tile: float  #: rows that experts compute at a time in prompts: one row costs as much as these
     macs32: float  #: multiply-adds of float32 products: further rows of the head, decode attention
     attention: float  #: multiply-adds of prompt attention, its keys and values expanded
     recurrence: float  #: multiply-adds of the chunked KDA recurrence, its convolutions and gates
@@ -67,6 +69,7 @@ def assumed(
         extra=dict.fromkeys(KINDS, macs32),
         ready=dict.fromkeys(KINDS, ram * READ_SHARE),
         macs=dict.fromkeys(KINDS, products),
+        tile=ASSUMED_TILE if dtype == "bfloat16" else 1,
         macs32=macs32,
         attention=macs32,
         recurrence=macs * RECURRENCE_SHARE,

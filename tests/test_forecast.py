@@ -19,10 +19,17 @@ from k3offload.forecast import (
     prefill,
     prompt_seconds,
 )
-from k3offload.forecast_sizes import distinct, longer, token_macs, trunk_elements, weight_of
+from k3offload.forecast_sizes import (
+    distinct,
+    longer,
+    tiled,
+    token_macs,
+    trunk_elements,
+    weight_of,
+)
 from k3offload.plan_report import spec_of
 from k3offload.precision import stored_bytes
-from k3offload.rates import KINDS, Rates, assumed, scaled
+from k3offload.rates import EXPERTS, KINDS, Rates, assumed, scaled
 from k3offload.scheduler.plan import Plan
 from k3offload.spec import ModelSpec
 
@@ -36,6 +43,7 @@ INSTANT = Rates(
     extra=dict.fromkeys(KINDS, 1e30),
     ready=dict.fromkeys(KINDS, 1e30),
     macs=dict.fromkeys(KINDS, 1e30),
+    tile=1,
     macs32=1e30,
     attention=1e30,
     recurrence=1e30,
@@ -306,3 +314,25 @@ def test_block_summaries_on_disk_are_read_twice_a_layer() -> None:
     assert sweep.scratch_bytes == pytest.approx(0.75 * 2 * rows * 14_336 * sums)
     assert prefill(setup(rows=rows), tokens=rows).scratch_bytes == 0
     assert decode(setup(summaries=whole // 4)).scratch_bytes == 0
+
+
+def test_experts_of_a_prompt_compute_whole_tiles() -> None:
+    """What a tile costs is paid once for few rows, and half a tile too much for many."""
+    assert tiled(1.5, 16) == tiled(8.5, 16) == 16
+    assert tiled(73, 16) == 80.5
+    assert tiled(73, 1) == 73
+    m = K3.moe
+    assert m is not None
+    macs = 3 * m.width * m.io
+    slow = replace(INSTANT, macs={**INSTANT.macs, EXPERTS: 1e12})
+    there: dict[str, Any] = {"slots": K3.expert_count}
+    for tokens, rows in ((1, 16.0), (8960, 160 + 7.5)):
+        of_rows, of_tiles = (
+            prefill(setup(replace(slow, tile=tile), rows=tokens, **there), tokens=tokens)
+            for tile in (1, 16)
+        )
+        assert of_rows.arithmetic_seconds == pytest.approx(tokens * 16 * 92 * macs / 1e12)
+        assert of_tiles.arithmetic_seconds == pytest.approx(of_tiles.experts * rows * macs / 1e12)
+        assert of_tiles.macs == of_rows.macs  # that count for something
+    step = [decode(setup(replace(slow, tile=tile), **there)).seconds for tile in (1, 16)]
+    assert step[0] == step[1]
