@@ -169,6 +169,22 @@ def test_a_signal_while_the_model_is_loaded(tmp_path: Path) -> None:
         assert "serving" not in said and list(server.folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("--keep-alive", "0", "above 0"), ("--keep-alive", "-1", "above 0"),
+        ("--keep-alive", "nan", "above 0"), ("--time-limit", "0", "above 0"),
+        ("--body-limit", "0", "above 0"), ("--queue", "-1", "0 or more"),
+        ("--places", "0", "at least 1"), ("--context", "0", "at least 1"),
+    ],
+)  # fmt: skip
+def test_a_number_out_of_range_is_refused_by_its_option(
+    option: str, value: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(["serve", "nano", option, value], capsys)
+    assert code == 2 and f"error: {option} is {value}" in err and wanted in err, err
+
+
 # ---- a model that cannot be loaded ----
 
 
