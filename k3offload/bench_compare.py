@@ -139,7 +139,10 @@ def compare(a: Path, b: Path, *, clean: bool = False, seed: int = 0) -> Comparis
         tuple(json.loads(k) for k in one if k not in other) for one, other in (sides, sides[::-1])
     ]
     every = [[line for key in common for line in side[key]] for side in sides]
-    return Comparison(tuple(kinds), rest[0], rest[1], tuple(_notes(every)))
+    notes = dict.fromkeys(
+        note for key in common for note in _unlike(_name(key), [side[key] for side in sides])
+    )
+    return Comparison(tuple(kinds), rest[0], rest[1], (*notes, *_notes(every)))
 
 
 def by_kind(path: Path, clean: bool) -> dict[str, list[Line]]:
@@ -258,6 +261,19 @@ def _contended(line: Line) -> bool:
     return line.get("clean") is False and not line.get("counts")
 
 
+def _unlike(name: str, sides: Sequence[Sequence[Line]]) -> Iterator[str]:
+    """What makes lines of one kind other than repetitions: inputs, and figures of one side."""
+    seeds = [sorted({line["seed"] for line in side if "schema" in line}) for side in sides]
+    if all(seeds) and seeds[0] != seeds[1]:
+        a, b = map(_range, seeds)
+        yield f"{name}: seed is {a} in A and {b} in B, so that inputs are not the same"
+    had = [samples(side) for side in sides]
+    for side, own, other in (("A", *had), ("B", *had[::-1])):
+        alone = [figure for figure in own if figure not in other]
+        if alone:
+            yield f"{name}: only lines of {side} have {_some(alone)}"
+
+
 def _notes(sides: Sequence[Sequence[Line]]) -> Iterator[str]:
     """What makes the sides different beside what is compared, and why lines are marked."""
     for name in (*_TOLD, "version", "commit"):
@@ -278,6 +294,13 @@ def _notes(sides: Sequence[Sequence[Line]]) -> Iterator[str]:
         if reasons:
             more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
             yield f"contended in {side} (--clean leaves such lines out): {reasons[0]}{more}"
+
+
+def _range(seeds: Sequence[int]) -> str:
+    first, last = seeds[0], seeds[-1]
+    if 0 < last - first == len(seeds) - 1:
+        return f"{first} to {last}"
+    return _some([str(seed) for seed in seeds])
 
 
 def _some(values: Sequence[str]) -> str:

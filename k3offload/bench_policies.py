@@ -224,7 +224,8 @@ _replays: _Replays | None = None  # of this process, where it is one of several
 def _begin(trace: Trace, speeds: Speeds) -> None:
     """In a process of its own.  It ends with the one that began it, whatever ends that."""
     global _replays
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as whoever began us wants it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _replays = _Replays(trace, speeds)
 

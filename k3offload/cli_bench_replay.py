@@ -161,8 +161,15 @@ def predictors(
             parts = kinds.equal_parts(whole, bench.repeats)
             kinds.predictors(
                 frame, parts, places, chosen, how.policy or POLICY, speeds,
-                {**about, **_told(speeds)},
+                {**about, **_told(speeds), **_learned(fit)},
             )  # fmt: skip
+
+
+def _learned(fit: Path | None) -> dict[str, Any]:
+    """The setting that says what the latent predictor has learned from."""
+    from .trace import read_trace
+
+    return {} if fit is None else {"fit": read_trace(fit, []).digest}
 
 
 def _recorded(

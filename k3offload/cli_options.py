@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -256,3 +257,10 @@ def not_below_0(*given: tuple[str, int | None]) -> None:
     for name, value in given:
         if value is not None and value < 0:
             raise UsageError(f"{name} is {value}.", "Give 0 or more.")
+
+
+def above_0(*given: tuple[str, float | None]) -> None:
+    """Raise ``UsageError`` for a number that is not more than 0, or none."""
+    for name, value in given:
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{name} is {value}.", "It must be a number above 0.")

@@ -10,7 +10,7 @@ import typer
 
 from . import __version__
 from .cli_open import open_model
-from .cli_options import How, Model, at_least_one, takes_how
+from .cli_options import How, Model, above_0, at_least_one, not_below_0, takes_how
 from .config import parse_size
 from .errors import UsageError
 from .find import find_model
@@ -87,8 +87,12 @@ def serve(how: How, place: Place, limits: Limits, model: Model) -> None:
     at_least_one(
         ("--context", limits.context), ("--places", limits.places), ("-n", limits.max_new_tokens)
     )
+    not_below_0(("--queue", limits.queue))
+    above_0(("--keep-alive", limits.keep_alive), ("--time-limit", limits.time_limit))
     if place.name is not None and not place.name.strip():
         raise UsageError(f"--name is {place.name!r}.", "Give a name, or leave it out.")
+    body = parse_size(limits.body_limit)
+    above_0(("--body-limit", body))
     folder = find_model(model)
     settings = Settings(
         model=place.name or (model if model == "nano" else folder.resolve().name),
@@ -97,7 +101,7 @@ def serve(how: How, place: Place, limits: Limits, model: Model) -> None:
         hosts=OURS if place.host in OURS and place.api_key is None else (),
         max_new_tokens=limits.max_new_tokens,
         queue=limits.queue,
-        body=parse_size(limits.body_limit),
+        body=body,
         ping=limits.keep_alive,
         blanks=limits.blanks,
         time_limit=limits.time_limit,

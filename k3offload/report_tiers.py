@@ -76,9 +76,7 @@ class _Log:
         self.stores = int(self.tier.max(initial=0)) + 1
         self._near = self.tier == self.stores - 1
         self._asked = self._near & np.isin(self.kind, ASKED)
-        # a recorder counts a sweep when its last router has spoken, before that layer's requests
-        behind = self.layer == trace.layers[-1]
-        self._of = np.asarray(trace.events["event_sweep"]) - behind
+        self._of = np.asarray(trace.events["event_sweep"])
         known = set(trace.sweep.tolist())
         asked = np.flatnonzero(self._asked)
         sweeps, first = np.unique(self._of[asked], return_index=True)

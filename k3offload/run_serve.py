@@ -152,11 +152,20 @@ class Punctual(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Ends what the engine is at before it waits for clients to take their answers."""
+    """Ends what the engine is at before it waits for clients to take their answers.  Goes on
+    ignoring Ctrl-C where whoever began the process does (nohup, a job in a script's background)."""
 
     def __init__(self, thread: EngineThread, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._thread = thread
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        with super().capture_signals():
+            if ignored:  # the library has taken it over
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._thread.close(0)

@@ -3,7 +3,7 @@
 A trace is a zarr v3 group, a folder or one zip file.  This file knows its layout, reads it and
 writes it in bounded memory; it knows no engine, no text and no token.
 
-Attributes of the group: ``format`` "k3offload trace", ``version`` 2, ``layers`` (numbers of the L
+Attributes of the group: ``format`` "k3offload trace", ``version`` 3, ``layers`` (numbers of the L
 MoE layers), ``experts`` E, ``top_k`` k, ``page_bytes`` of one expert, ``source`` (who wrote it),
 ``about`` (whatever it wanted to say), ``rows`` T and ``events`` N that are complete: arrays may be
 longer after a kill, and what lies behind is not read.
@@ -15,10 +15,11 @@ longer after a kill, and what lies behind is not read.
                                 chosen; all 128 where nobody knows the scores
     sweep, sequence, position [T] i32; decode [T] bool
 
-Rows (tokens) stand in the order in which they were computed; those of one sweep passed the layers
-together and shared reads.  10,000 tokens of 92 layers and k = 16 are 55 MB before compression.
-``benchmarks/record_cost.py`` measures what recording them takes of a step, and each of the
-further arrays too.  ``mixing`` takes long: its shares are computed a second time.
+Sweeps are numbered as they begin.  One that failed, or that a row has left, has no rows and keeps
+its number.  Rows (tokens) stand in the order in which they were computed; those of one sweep passed
+the layers together and shared reads.  10,000 tokens of 92 layers and k = 16 are 55 MB before
+compression.  ``benchmarks/record_cost.py`` measures what recording them takes of a step, and each
+of the further arrays too.  ``mixing`` takes long: its shares are computed a second time.
 
 Further arrays, each only where it was asked for, with what it adds to these 55 MB:
 
@@ -30,10 +31,11 @@ Further arrays, each only where it was asked for, with what it adds to these 55 
     mixing  [T, 2 * layers of the model, entries] u8: shares (times 255) that the residual attention
             of a sublayer gave to block summaries and, last, the running sum, all 0 where there is
             but one of them; 17 MB
-    tiers   event_sweep i32, event_tier u8 (0 RAM, 1 a device), event_kind u8
-            (``scheduler.lease.Event``), event_layer i16, event_expert i16, event_bytes u32,
-            event_time f64 (seconds) [N]: what the stores of experts did, each in the order of its
-            lock; 22 bytes an event, one event for a hit and about three for a read: 320 MB to 1 GB
+    tiers   event_sweep i32 (that began last, -1 before any), event_tier u8 (0 RAM, 1 a device),
+            event_kind u8 (``scheduler.lease.Event``), event_layer i16, event_expert i16,
+            event_bytes u32, event_time f64 (seconds) [N]: what the stores of experts did, each in
+            the order of its lock; 22 bytes an event, one event for a hit and about three for a
+            read: 320 MB to 1 GB
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ from .scheduler.replay import Leases
 from .scheduler.replay_timed import Guessed
 from .session_manifest import need_zarr
 
-FORMAT, VERSION = "k3offload trace", 2
+FORMAT, VERSION = "k3offload trace", 3
+READ: Final = (2, VERSION)  #: in 2 a sweep was counted before its last layer's events
 #: bytes of all chunks of the same rows, at most, about: to write a small one takes as long
 CHUNKS: Final = 4 << 20
 EVENTS: Final = 1 << 17  #: of a chunk
@@ -286,7 +289,7 @@ def read_trace(path: str | Path, parts: Sequence[str] = PARTS) -> Trace:
         store = ZipStore(path, mode="r") if path.is_file() else path.absolute()
         group = zarr.open_group(store, mode="r", zarr_format=3)
         facts = dict(group.attrs)
-        if facts.get("format") != FORMAT or facts.get("version") != VERSION:
+        if facts.get("format") != FORMAT or facts.get("version") not in READ:
             raise ValueError(f"it has format {facts.get('format')!r} {facts.get('version')}")
         rows = {name: _read(group[name], facts["rows"]) for name in _BASE}
         more, events = {}, {}
@@ -297,6 +300,8 @@ def read_trace(path: str | Path, parts: Sequence[str] = PARTS) -> Trace:
             elif name.partition("_")[0] in parts:
                 more[name] = _read(group[name], facts["rows"])
         layers = np.array(facts["layers"], np.int32)
+        if events and facts["version"] == 2:
+            events["event_sweep"] -= events["event_layer"] == layers[-1]
         return Trace(
             layers, facts["experts"], facts["top_k"], facts["page_bytes"], group["order"][:],
             **rows, more=more, events=events, source=facts["source"], about=facts["about"],

@@ -3,7 +3,8 @@
 Between two layers there is no time to lose: hooks keep what they are told, which nobody writes to
 any more, and it is put into 8 bits and into rows for many sweeps at a time.  Sweeps of many scores
 are put into 8 bits layer by layer, since keeping these would take much memory.  A sweep that did
-not pass all layers with all its rows is left out.  This file knows sweeps and numbers; ``trace.py``
+not pass all layers with all its rows is left out; its number is not given again, so that events of
+stores are told apart from those of the next.  This file knows sweeps and numbers; ``trace.py``
 knows the format, ``trace_record.py`` the engine.
 """
 
@@ -98,7 +99,8 @@ class Recorder:
             folder, list(self._places), experts, top_k, more=more, events=tiers, **facts
         )
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._count = self._sweeps = 0  # sequences, whole sweeps
+        self._count = 0  # sequences
+        self._sweep = -1  # number of the last one that began; -1 before any
         self._ended = False
         self._events: list[tuple[float, ...]] = []
         self._began = time.perf_counter()
@@ -119,7 +121,8 @@ class Recorder:
                 self._count += 1
             sequences.append(number)
             rows += len(run.tokens)
-        self._now = _Sweep(self._sweeps, sequences, rows, rows * self._row_bytes > LARGE)
+        self._sweep += 1
+        self._now = _Sweep(self._sweep, sequences, rows, rows * self._row_bytes > LARGE)
 
     def on_ahead(
         self, layer: int, next_layer: int, scores: Array | None, latent: Array | None = None
@@ -185,11 +188,12 @@ class Recorder:
         parts.append(np.rint(share * 255).astype(np.uint8))
 
     def watch(self, tier: int) -> Watch:
-        """What a store of experts may call as its ``watch``; ``tier``: 0 of RAM, 1 of a device."""
+        """What a store of experts may call as its ``watch``; ``tier``: 0 of RAM, 1 of a device.
+        What happens between two sweeps is counted to the first of them."""
         append, began, clock = self._events.append, self._began, time.perf_counter
 
         def heard(event: Event, page: PageId, size: int) -> None:
-            append((self._sweeps, tier, event, page.layer, page.expert, size, clock() - began))
+            append((self._sweep, tier, event, page.layer, page.expert, size, clock() - began))
 
         return heard
 
@@ -210,7 +214,6 @@ class Recorder:
     def _keep(self, sweep: _Sweep) -> None:
         """The last router has spoken; what comes after it in this sweep is not waited for."""
         self._now = None
-        self._sweeps += 1
         self._waiting.append(sweep)
         self._bytes += sweep.rows * self._row_bytes
         self._bytes += sum(array.nbytes for array in sweep.told.values())

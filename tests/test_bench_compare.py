@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 import benchmarks.run
 from k3offload.bench_compare import DIFFERS, ENOUGH, FEW, SAME, _figure, compare
+from k3offload.bench_frame import SCHEMA, VERSION
 from k3offload.contention import Background, _groups, _pressure, limits
 from k3offload.errors import UsageError
 from tests.helpers_engine import call
@@ -109,6 +111,36 @@ def test_a_side_of_several_machines_or_versions_is_told(tmp_path: Path) -> None:
         "cpu is one, two in A and one in B",
         "A has lines of more than one cpu, taken together: one, two",
         "B has lines of more than one commit, taken together: v, w, x and 2 more",
+    )
+
+
+def framed(seeds: Sequence[int], **more: Any) -> list[Line]:
+    """Lines as the commands of ``bench`` write them."""
+    about = {"schema": SCHEMA, "schema_version": VERSION, "settings": ["trunk"]}
+    return [
+        line | about | {"seed": seed, "repeat": i}
+        for i, seed in enumerate(seeds)
+        for line in runs([1.0], **more)
+    ]
+
+
+def test_other_inputs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = wrote(tmp_path / "a", framed(range(5)))
+    for seeds, told in ((range(7, 12), "7 to 11"), (range(9), "0 to 8"), ([0, 2, 5, 9], "0, 2, 5")):
+        b = wrote(tmp_path / "b", framed(seeds))
+        (note,) = compare(a, b).notes
+        assert note.startswith("wide: seed is 0 to 4 in A and " + told)
+        code, out, _ = call(["bench", "compare", a, b], capsys)
+        assert code == 0 and f"note: {note}" in out
+    assert compare(a, a).notes == ()
+
+
+def test_figures_of_one_side_are_told(tmp_path: Path) -> None:
+    a = wrote(tmp_path / "a", framed(range(5), of_fio=1.1, rate=3.5))
+    b = wrote(tmp_path / "b", framed(range(5), rate=3.5, watts=7.5))
+    assert compare(a, b).notes == (
+        "wide: only lines of A have of_fio",
+        "wide: only lines of B have watts",
     )
 
 

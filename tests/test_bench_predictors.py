@@ -137,6 +137,7 @@ def test_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {line["predictor"] for line in lines} >= {"combined", "latent", "repeat", "router"}
     assert "none" not in {line["predictor"] for line in lines}
     assert all(line["tokens"] == 12 and line["misses_without"] for line in lines)
+    assert all(line["fit"] == fitted.digest and "fit" in line["settings"] for line in lines)
     assert [line["seed"] for line in lines[:2]] == [0, 1]
     assert lines[0]["bytes_without"] != lines[1]["bytes_without"]  # another place of the text
 

@@ -42,17 +42,17 @@ def test_timelines_are_those_of_the_stores(
     assert (waited + computed == pytest.approx(whole, rel=1e-2)) and (waited > 0).all()
 
 
-#: Two sweeps of layers 1 and 2: store, kind, layer, expert, bytes, time, sweeps counted before
+#: Two sweeps of layers 1 and 2: store, kind, layer, expert, bytes, time, sweep
 LOG = [
     (0, Event.MISS, 1, 0, 10, 1.0, 0), (0, Event.STEP, -1, -1, 0, 1.0, 0),
     (0, Event.PREFETCH, 2, 5, 10, 1.5, 0), (0, Event.ENDED, 1, 0, 10, 2.0, 0),
-    (0, Event.TAKEN, -1, -1, 0, 2.0, 0), (0, Event.LATE, 2, 5, 0, 3.0, 1),
-    (0, Event.STEP, -1, -1, 0, 3.0, 1), (0, Event.MISS, 2, 6, 10, 3.0, 1),
-    (0, Event.ENDED, 2, 5, 10, 3.5, 1), (0, Event.ENDED, 2, 6, 10, 4.0, 1),
-    (0, Event.TAKEN, -1, -1, 0, 4.0, 1), (0, Event.HIT, 1, 0, 0, 6.0, 1),
+    (0, Event.TAKEN, -1, -1, 0, 2.0, 0), (0, Event.LATE, 2, 5, 0, 3.0, 0),
+    (0, Event.STEP, -1, -1, 0, 3.0, 0), (0, Event.MISS, 2, 6, 10, 3.0, 0),
+    (0, Event.ENDED, 2, 5, 10, 3.5, 0), (0, Event.ENDED, 2, 6, 10, 4.0, 0),
+    (0, Event.TAKEN, -1, -1, 0, 4.0, 0), (0, Event.HIT, 1, 0, 0, 6.0, 1),
     (0, Event.EVICTED, 2, 5, 0, 6.0, 1), (0, Event.MISS, 1, 1, 10, 6.0, 1),
-    (0, Event.FAILED, 1, 1, 4, 6.5, 1), (0, Event.MISS, 2, 5, 10, 7.0, 2),
-    (0, Event.ENDED, 2, 5, 10, 9.0, 2),
+    (0, Event.FAILED, 1, 1, 4, 6.5, 1), (0, Event.MISS, 2, 5, 10, 7.0, 1),
+    (0, Event.ENDED, 2, 5, 10, 9.0, 1),
 ]  # fmt: skip
 
 

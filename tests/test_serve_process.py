@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -38,9 +39,11 @@ main(sys.argv[2:])
 
 class Process:
     """``serve nano`` with scratch files in ``folder`` and most experts on disk; ``slow``: seconds
-    of each read from the beginning on."""
+    of each read from the beginning on; ``deaf``: begun with SIGINT ignored, as by nohup."""
 
-    def __init__(self, folder: Path, *arguments: object, slow: float = 0) -> None:
+    def __init__(
+        self, folder: Path, *arguments: object, slow: float = 0, deaf: bool = False
+    ) -> None:
         self.folder, self._seconds = folder / "scratch", folder / "seconds"
         self.folder.mkdir()
         self.slow(slow)
@@ -49,6 +52,9 @@ class Process:
         self.process = subprocess.Popen(
             [sys.executable, "-c", SLOW, str(self._seconds), *map(str, given)],
             stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            preexec_fn=partial(
+                signal.signal, signal.SIGINT, signal.SIG_IGN if deaf else signal.SIG_DFL
+            ),
         )  # fmt: skip
         self.said: list[str] = []
 
@@ -137,6 +143,19 @@ def test_a_signal_ends_open_streams_with_a_word(number: signal.Signals, tmp_path
         assert list(server.folder.iterdir()) == []
 
 
+def test_what_ignored_interrupts_before_it_served_still_does(tmp_path: Path) -> None:
+    """As nohup and shells want of what they put into the background."""
+    with Process(tmp_path, "--context", 4096, deaf=True) as server:
+        url = server.until("serving ").split()[-1]
+        for _ in range(3):
+            server.process.send_signal(signal.SIGINT)
+            body = {"prompt": "And it", "max_tokens": 2}
+            assert httpx.post(f"{url}/completions", json=body, timeout=60).status_code == 200
+        code, said = server.end(signal.SIGTERM)
+        assert code == 128 + signal.SIGTERM and "Traceback" not in said, said
+        assert list(server.folder.iterdir()) == []
+
+
 def test_a_signal_while_the_model_is_loaded(tmp_path: Path) -> None:
     with Process(tmp_path, slow=0.3) as server:
         server.until("memory plan")
@@ -148,6 +167,22 @@ def test_a_signal_while_the_model_is_loaded(tmp_path: Path) -> None:
         code, said = server.end(signal.SIGTERM)
         assert code == 128 + signal.SIGTERM and "Traceback" not in said, said
         assert "serving" not in said and list(server.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("--keep-alive", "0", "above 0"), ("--keep-alive", "-1", "above 0"),
+        ("--keep-alive", "nan", "above 0"), ("--time-limit", "0", "above 0"),
+        ("--body-limit", "0", "above 0"), ("--queue", "-1", "0 or more"),
+        ("--places", "0", "at least 1"), ("--context", "0", "at least 1"),
+    ],
+)  # fmt: skip
+def test_a_number_out_of_range_is_refused_by_its_option(
+    option: str, value: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(["serve", "nano", option, value], capsys)
+    assert code == 2 and f"error: {option} is {value}" in err and wanted in err, err
 
 
 # ---- a model that cannot be loaded ----

@@ -156,7 +156,7 @@ def test_broken_sweeps_are_left_out(tmp_path: Path) -> None:
     sweep(r, [Span(12, 1, True)], stop=2, ahead=True)
     r.close()
     t = read_trace(tmp_path / "t")
-    assert t.position.tolist() == list(range(12)) and t.sweep.tolist() == [0] * 12
+    assert t.position.tolist() == list(range(12)) and t.sweep.tolist() == [1] * 12
 
 
 def test_recording_may_begin_within_a_sweep(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_refusals(tmp_path: Path) -> None:
     chunk.write_bytes(good)
     assert len(read_trace(tmp_path / "t").best) == 5
     about = tmp_path / "t" / "zarr.json"
-    about.write_text(about.read_text().replace('"version": 2', '"version": 3'))
-    with pytest.raises(UsageError, match="k3offload trace' 3"):
+    about.write_text(about.read_text().replace('"version": 3', '"version": 4'))
+    with pytest.raises(UsageError, match="k3offload trace' 4"):
         read_trace(tmp_path / "t")
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", tmp_path / "nothing", about):
