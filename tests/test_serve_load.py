@@ -328,7 +328,7 @@ def test_without_the_extra_one_line_says_what_to_install() -> None:
         (["--queue", -1], "queue"),
         (["--api-key", ""], "key"),
         (["--name", ""], "--name is ''"),
-        (["--keep-alive", 0], "ping"),
+        (["--keep-alive", 0], "--keep-alive"),
         (["--body-limit", "x"], "'x'"),
     ],
 )

@@ -18,6 +18,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ CONTENDERS = {
 COLD = 0.01  #: part of the model that may stay in the page cache
 ROOT = Path(__file__).parent.parent.parent
 Line = dict[str, Any]
+_asked: list[int] = []  #: signals to end by
 
 
 def contend(name: str, given: argparse.Namespace) -> Line:
@@ -87,18 +90,35 @@ def _not_comparable(bounded: bool, group: Group | None, warm: int, whole: int) -
 
 def _run(command: list[str], timeout: float) -> Line:
     """The line of JSON that ``command`` prints; ``failed`` says why there is none."""
-    with tempfile.TemporaryFile("w+") as errors:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT
+        ) as done,
+    ):
+        until = time.monotonic() + timeout
         try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, timeout=timeout
-            )
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done after {timeout:.0f} seconds"}
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    said, _ = done.communicate(timeout=0.2)
+                    break
+                _end_if_asked()
+                if time.monotonic() > until:
+                    return {"failed": f"not done after {timeout:.0f} seconds"}
+        finally:
+            done.kill()
         if done.returncode == 0:
-            return dict(json.loads(done.stdout))
+            return dict(json.loads(said))
         errors.seek(0)
-        said = errors.read().strip().splitlines()
-        return {"failed": said[-1][:300] if said else f"ended with {done.returncode}"}
+        lines = errors.read().strip().splitlines()
+        return {"failed": lines[-1][:300] if lines else f"ended with {done.returncode}"}
+
+
+def _end_if_asked() -> None:
+    """Signals are heard of where nothing is half made: a group that nobody knows of yet, or a
+    process that nobody ends, would stay."""
+    if _asked:
+        sys.exit(128 + _asked[0])
 
 
 def read_ahead(file: Path) -> int | None:
@@ -170,7 +190,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     given = arguments(words)
-    signal.signal(signal.SIGTERM, lambda *some: sys.exit(143))  # the group goes away then too
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: _asked.append(number))
     names = given.contender or list(CONTENDERS)
     names.sort(key=lambda name: name != OURS)  # the others' answers are held beside ours
     about = {
@@ -182,6 +204,7 @@ def main(words: list[str] | None = None) -> None:
     reference: Line | None = None
     for _ in range(given.rounds):
         for name in names:
+            _end_if_asked()
             contention()  # from here on
             line = contend(name, given)
             if name == OURS:
@@ -190,6 +213,7 @@ def main(words: list[str] | None = None) -> None:
             print(row(line), flush=True)
             if not given.no_results:
                 note({**about, **machine(), **line})
+    _end_if_asked()
 
 
 if __name__ == "__main__":
