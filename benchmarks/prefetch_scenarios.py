@@ -3,7 +3,9 @@
     python -m benchmarks.prefetch_scenarios [--rounds 24] [--only WORD] [--predict combined]
 
 Two engines over the same checkpoint, one with ``--predict none``, take turns (A B B A) over the
-same tokens, so that a machine that drifts favours neither.  Scenarios, for two checkpoints:
+same tokens, so that a machine that drifts favours neither.  Even two that are alike differ by up to
+a tenth for as long as they live, by where their memory came to lie: so six pairs are made, each
+with the other one first.  Scenarios, for two checkpoints:
 
 * even: random weights, whose routing is close to uniform; 6 x 64 experts of 1.7 MB, so that a
   sweep is mostly reads (made, and deleted again); its tokens are arbitrary.
@@ -15,10 +17,11 @@ pass everything needed is there ("fits"); 50, 25 and 10 %; and fewer slots than 
 "misled": the look-ahead is told scores of the wrong experts, as where a layer's attention changes
 everything, and can only back off.
 
-Prints seconds a sweep of both; the median of the ratios of paired turns, with an interval that
-holds 95 % of bootstrap medians; the ratio of all seconds, which holds every hiccup of the machine;
-the share of requests that are missed without; pages read ahead by requests, and the share of them
-that was asked for; the share of misses that are gone; and bytes read by those without.
+Prints seconds a sweep of both; the mean over pairs of the median ratio of paired turns, with an
+interval that holds 95 % of bootstrap values; the ratio of all seconds, which holds every hiccup of
+the machine; the share of requests that are missed without; pages read ahead by requests, and the
+share of them that was asked for; the share of misses that are gone; and bytes read by those
+without.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 import k3offload
 from benchmarks.run import machine, need_room, note
@@ -41,10 +46,12 @@ from k3offload.make_tiny import make_tiny
 from k3offload.scheduler.counts import Counts
 from k3offload.session import Session
 
+F64 = npt.NDArray[np.float64]
 LIMIT = 1.02  #: of the time with reading ahead over the time without
 CONTEXT = 4096
 TURNS = {"even": 4, "nano": 16}  #: sweeps of a turn: short, so that the two are close in time
-WARM = 16  #: turns of each engine that are not measured
+BUILDS = 6  #: pairs of engines: alike, two differ by up to a tenth for as long as they live
+WARM = 8  #: turns of each engine that are not measured
 CYCLE = 4  #: tokens that are repeated in "fits"
 
 
@@ -93,9 +100,9 @@ class Misled:
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
-        self.asks_router, self.asks_latent = schedule.asks_router, schedule.asks_latent
-        self.routed, self.asks = schedule.routed, schedule.asks
-        self.begin, self.end = schedule.begin, schedule.end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)
 
     def ahead(self, layer: int, next_layer: int, scores: Any, latent: Any) -> None:
         half = 0 if scores is None else scores.shape[1] // 2
@@ -137,55 +144,76 @@ class Side:
         self.engine.close()
 
 
-def ratios(a: list[float], b: list[float]) -> tuple[float, float, float]:
-    """Median of b / a, and the interval that holds 95 % of bootstrap medians."""
-    each = np.array(b) / np.array(a)
-    drawn = np.random.default_rng(0).choice(each, (4000, len(each)))
-    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
-    return float(np.median(each)), float(low), float(high)
+def ratios(a: F64, b: F64) -> tuple[float, float, float]:
+    """b / a [builds, turns]: the mean (geometric) over builds of their medians, and the interval
+    that holds 95 % of its values where builds, and turns of each, are drawn again."""
+    logs, rng = np.log(b / a), np.random.default_rng(0)
+    builds, turns = logs.shape
+    some = rng.integers(builds, size=(2000, builds, 1))
+    drawn = np.median(logs[some, rng.integers(turns, size=(2000, builds, turns))], axis=2)
+    low, high = np.quantile(drawn.mean(axis=1), (0.025, 0.975))
+    middle = np.median(logs, axis=1).mean()
+    return float(np.exp(middle)), float(np.exp(low)), float(np.exp(high))
+
+
+def pair(
+    sides: Sequence[Side], tokens: list[int], turn: int
+) -> tuple[list[list[float]], list[dict[str, float]]]:
+    """Seconds and counts of both ``sides``, after ``WARM`` turns."""
+    pieces = [tokens[i : i + turn] for i in range(0, len(tokens), turn)]
+    for number, piece in enumerate(pieces):
+        if number == WARM:
+            for side in sides:
+                side.begin()
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            side.turn(piece)
+    return [side.seconds for side in sides], [side.counts() for side in sides]
 
 
 def measure(
     scenario: Scenario, folder: str, tokens: list[int], rounds: int, predict: str
 ) -> dict[str, Any]:
-    """The figures of one scenario."""
+    """The figures of one scenario.  ``tokens``: of one build's turns."""
     count, page = _size(folder)
     slots = scenario.cache if isinstance(scenario.cache, int) else round(scenario.cache * count)
     turn = TURNS[scenario.model]
     if scenario.cycle:
         tokens = (tokens[:CYCLE] * len(tokens))[: len(tokens)]
-    with ExitStack() as stack:
-        sides = [Side(folder, scenario, slots, page, name) for name in ("none", predict)]
-        for side in sides:
-            stack.callback(side.close)
-        pieces = [tokens[i : i + turn] for i in range(0, (WARM + 2 * rounds) * turn, turn)]
-        for number, piece in enumerate(pieces):
-            if number == WARM:
-                for side in sides:
-                    side.begin()
-            for side in sides if number % 2 == 0 else sides[::-1]:
-                side.turn(piece)
-        without, ahead = (side.counts() for side in sides)
-        a, b = (side.seconds for side in sides)
-        schedule = sides[1].engine._model._schedule is not None
+    seconds, counted, schedule = [], [Counter[str](), Counter[str]()], False
+    for build in range(BUILDS):
+        with ExitStack() as stack:
+            sides = {}
+            for ahead in (False, True) if build % 2 == 0 else (True, False):
+                name = predict if ahead else "none"
+                sides[ahead] = Side(folder, scenario, slots, page, name)
+                stack.callback(sides[ahead].close)
+            times, counts = pair([sides[False], sides[True]], tokens, turn)
+            schedule = sides[True].engine._model._schedule is not None
+        seconds.append(times)
+        for total, of_build in zip(counted, counts, strict=True):
+            total.update(of_build)
+    each = np.array(seconds)
+    a, b = each[:, 0], each[:, 1]
+    without, with_it = counted
     middle, low, high = ratios(a, b)
     return {
         "model": scenario.model,
         "scenario": scenario.name,
         "slots": slots,
         "experts": count,
-        "seconds_without": statistics.median(a),
-        "seconds_with": statistics.median(b),
+        "seconds_without": float(np.median(a)),
+        "seconds_with": float(np.median(b)),
         "ratio": middle,
-        "ratio_of_sums": sum(b) / sum(a),
+        "ratio_of_sums": float(b.sum() / a.sum()),
+        "ratios_of_builds": np.exp(np.median(np.log(b / a), axis=1)).round(4).tolist(),
         "interval": [low, high],
         "looks_ahead": schedule,
         "missed_without": without["misses"] / without["requests"],
-        "issued": ahead["prefetches"] / ahead["requests"],
-        "useful": ahead["useful"] / ahead["prefetches"] if ahead["prefetches"] else None,
-        "covered": 1 - ahead["misses"] / without["misses"] if without["misses"] else None,
-        "bytes_a_sweep_without": without["bytes"] / len(a) / turn,
-        "bytes": ahead["bytes"] / without["bytes"] if without["bytes"] else None,
+        "issued": with_it["prefetches"] / with_it["requests"],
+        "useful": with_it["useful"] / with_it["prefetches"] if with_it["prefetches"] else None,
+        "covered": 1 - with_it["misses"] / without["misses"] if without["misses"] else None,
+        "bytes_a_sweep_without": without["bytes"] / a.size / turn,
+        "bytes": with_it["bytes"] / without["bytes"] if without["bytes"] else None,
     }
 
 
@@ -223,12 +251,14 @@ def row(figures: dict[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=24, help="turns A B B A")
+    parser.add_argument("--rounds", type=int, default=24, help="turns A B B A, of all pairs")
     parser.add_argument("--only", help="scenarios with this word, like 'nano' or 'few'")
     parser.add_argument("--predict", default="combined")
     given = parser.parse_args()
     wanted = [s for s in SCENARIOS if (given.only or "") in f"{s.model} {s.name}"]
-    count = {model: (WARM + 2 * given.rounds) * turn for model, turn in TURNS.items()}
+    count = {
+        model: (WARM + 2 * (-(-given.rounds // BUILDS))) * turn for model, turn in TURNS.items()
+    }
     tokens = {
         "even": [(37 * i) % 4001 for i in range(count["even"])],
         "nano": written(count["nano"]),
