@@ -34,6 +34,8 @@ from .tiers.base import Buffer, PageId
 ExpertWeights = Callable[[PageId, Buffer], tuple[Weight, Weight, Weight]]  #: gate, up, down
 #: layer, group, experts [R, k], weights [R, k], scores [R, E] float32, by which they were chosen
 OnRoute = Callable[[int, Group, torch.Tensor, torch.Tensor, torch.Tensor], None]
+#: what routed experts are given [R, Z], shared experts' results [R, H]; None where there are none
+Ahead = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 #: a page that cannot be read, the rows of the sweep that chose it, its error; may raise
 OnLost = Callable[[PageId, Sequence[int], K3Error], None]
 
@@ -70,10 +72,12 @@ def moe(
     side: Side,
     on_route: OnRoute | None,
     on_lost: OnLost,
-) -> torch.Tensor:
+    ahead: Ahead | None = None,
+) -> None:
     """LatentMoE of one layer: calls ``emit(group, routed, shared)``, each [R, H], once for each
-    group.  ``side`` computes the routed experts.  Returns what they were given, [R, Z].  What rows
-    that ``on_lost`` is told of get means nothing; the others get what they always would."""
+    group.  ``side`` computes the routed experts.  ``ahead`` is called before the first of them
+    runs, with their reads begun.  What rows that ``on_lost`` is told of get means nothing; the
+    others get what they always would."""
     assert spec.moe is not None
     m = spec.moe
     xs = [normed(group) for group in groups]
@@ -82,14 +86,10 @@ def moe(
     with ExitStack() as leased:
         arrivals = leased.enter_context(store.lease(places, lost=_losing(places, m.top_k, on_lost)))
         store.drop_prefetches(w.layer)
-        latents = []
-        for i, group in enumerate(groups):
-            down = "block_sparse_moe.routed_expert_down_proj.weight"
-            x = xs[i]
-            latents.append(kernels.linear(x, w.matrix(down), group.decode) if m.latent else x)
-            if m.shared_width:  # the shared result takes the place of its input
-                xs[i] = mlp(x, "block_sparse_moe.shared_experts", w, spec, kernels, group.decode)
-        latent = kernels.joined(latents)
+        latent = _latent(xs, groups, w, spec, kernels)
+        if ahead is not None:
+            kernels.finish()
+            ahead(latent, kernels.joined(xs) if m.shared_width else None)
         results = _Results(side.kernels.here(latent)[0], experts.shape[1], spec)
         decoding = sum(group.end - group.begin for group in groups if group.decode)
         if kernels.waiting and not (isinstance(arrivals, Leased) and arrivals.complete):
@@ -117,7 +117,6 @@ def moe(
             emit(group, y, shared if m.shared_width else None)
         if not stay:
             kernels.finish()  # the last pages may leave
-    return latent
 
 
 def _route(
@@ -159,6 +158,26 @@ def route(
     routed = kernels.router(x, gate, bias, m.top_k, m.renormalize, m.scale, decode)
     kernels.finish()
     return routed
+
+
+def _latent(
+    xs: list[torch.Tensor],
+    groups: Sequence[Group],
+    w: LayerWeights,
+    spec: ModelSpec,
+    kernels: Kernels,
+) -> torch.Tensor:
+    """What the routed experts of all rows are given, [R, Z].  The result of the shared experts
+    takes the place of their input in ``xs``."""
+    assert spec.moe is not None
+    latents = []
+    for i, group in enumerate(groups):
+        down = "block_sparse_moe.routed_expert_down_proj.weight"
+        x = xs[i]
+        latents.append(kernels.linear(x, w.matrix(down), group.decode) if spec.moe.latent else x)
+        if spec.moe.shared_width:
+            xs[i] = mlp(x, "block_sparse_moe.shared_experts", w, spec, kernels, group.decode)
+    return kernels.joined(latents)
 
 
 def _stay(store: ExpertStore | Adaptive, spec: ModelSpec) -> bool:

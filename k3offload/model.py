@@ -27,7 +27,7 @@ from .kernels.choose import Kernels
 from .kernels.workers import single_threaded
 from .layer_kda import kda
 from .layer_mla import mla
-from .layer_moe import OnLost, OnRoute, Side, mlp, moe, route
+from .layer_moe import Ahead, OnLost, OnRoute, Side, mlp, moe, route
 from .scheduler.schedule import Schedule
 from .scheduler.store import ExpertStore
 from .scheduler.sweep import Group, Part, Span, pack
@@ -130,10 +130,10 @@ class Model:
                         for run in runs:
                             run.error = run.error or run.state.failed
                         lost = partial(_lose, groups, runs, hooks)
-                        latent = self._feed_forward(layer, stream, groups, w, on_route, lost)
-                        if guesses or watched:
-                            self._look_ahead(layer, stream, latent, guesses)
-                        elif looks:
+                        look = partial(self._look_ahead, layer, stream, guesses)
+                        early = look if guesses or watched else None
+                        self._feed_forward(layer, stream, groups, w, on_route, lost, early)
+                        if looks and early is None:
                             self._read_on(layer, stream, looks)
                         stream.side.kernels.finish()  # its memory may go to another layer
                 else:
@@ -203,8 +203,9 @@ class Model:
         w: LayerWeights,
         on_route: OnRoute | None,
         on_lost: OnLost,
-    ) -> torch.Tensor | None:
-        """p <- p + ffn(norm(mix)).  Returns what routed experts were given, [R, Z]."""
+        ahead: Ahead | None,
+    ) -> None:
+        """p <- p + ffn(norm(mix)).  ``ahead`` is called as early as what it looks at is known."""
         kernels = stream.side.kernels
         mixed = stream.sealed.mixed(groups, stream.p, self._mix(stream, w, "mlp_res", 1))
 
@@ -223,21 +224,25 @@ class Model:
             for group in groups:
                 x = normed(group)
                 emit(group, mlp(x, "mlp", w, self.spec, kernels, group.decode), None)
-            return None
+            if ahead is not None:
+                ahead(None, None)
+            return
         assert self._store is not None
-        return moe(
+        moe(
             normed, emit, groups, w, self.spec, self._store, self._weights.expert, kernels,
-            self._sides.experts, on_route, on_lost,
+            self._sides.experts, on_route, on_lost, ahead,
         )  # fmt: skip
 
     def _look_ahead(
         self,
         layer: LayerSpec,
         stream: Stream,
-        latent: torch.Tensor | None,
         schedule: Schedule | None,
+        latent: torch.Tensor | None,
+        shared: torch.Tensor | None,
     ) -> None:
-        """Tell the predictor, and who watches, what they ask about the next layer."""
+        """Tell the predictor, and who watches, what they ask about the next layer: the stream with
+        ``shared`` experts, without routed ones, foretells as well as all of it (see LOG.md)."""
         following = self.spec.layers[layer.index + 1 :][:1]
         if not following or following[0].ffn != "moe":
             return
@@ -246,7 +251,7 @@ class Model:
         if not asks and not wants:
             return
         if (asks and asks.asks_router) or "router" in wants:
-            scores = self._next_router(index, stream, None)[1]
+            scores = self._next_router(index, stream, None, shared)[1]
         stream.side.kernels.finish()
         wanted = (asks and asks.asks_latent) or "latent" in wants
         told = [scores, latent.float() if wanted and latent is not None else None]
@@ -267,17 +272,17 @@ class Model:
         stream.side.kernels.finish()  # rows are picked of what is there
         index, rows = following[0].index, stream.p.shape[0]
         picked = torch.arange(0, rows, -(-rows // SAMPLE))
-        chosen, _ = self._next_router(index, stream, picked)
+        chosen, _ = self._next_router(index, stream, picked, None)
         if chosen is not None:
             numbers = stream.side.kernels.to_host(chosen)[0].numpy()
             schedule.read_on(index, numbers, self.spec.moe.experts)
 
     def _next_router(
-        self, index: int, stream: Stream, rows: torch.Tensor | None
+        self, index: int, stream: Stream, rows: torch.Tensor | None, more: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the router of the next layer, ``index``, says to the stream as it stands, that
-        layer's attention left out: experts [n, k] and scores [n, E] of ``rows``, or of all rows of
-        a decode sweep.  None where its weights are not at hand."""
+        """What the router of the next layer, ``index``, says to the stream as it stands and
+        ``more``, that layer's attention left out: experts [n, k] and scores [n, E] of ``rows``, or
+        of all rows of a decode sweep.  None where its weights are not at hand."""
         near = self._sides.layers[index] == stream.side
         w = self._weights.peek(index) if near else None
         if w is None:
@@ -285,6 +290,9 @@ class Model:
         # Sealed or not, the next layer mixes the same sums, but for what its attention adds.
         assert isinstance(stream.sealed, Resident)
         kernels, sums = stream.side.kernels, [*stream.sealed.sums, stream.p]
+        if more is not None:
+            kernels.residual(sums.pop(), more, None, p := torch.empty_like(stream.p))
+            sums.append(p)
         if rows is not None:
             (at,) = kernels.here(rows)
             sums = [entry[at] for entry in sums]

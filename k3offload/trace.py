@@ -3,7 +3,7 @@
 A trace is a zarr v3 group, a folder or one zip file.  This file knows its layout, reads it and
 writes it in bounded memory; it knows no engine, no text and no token.
 
-Attributes of the group: ``format`` "k3offload trace", ``version`` 3, ``layers`` (numbers of the L
+Attributes of the group: ``format`` "k3offload trace", ``version`` 4, ``layers`` (numbers of the L
 MoE layers), ``experts`` E, ``top_k`` k, ``page_bytes`` of one expert, ``source`` (who wrote it),
 ``about`` (whatever it wanted to say), ``rows`` T and ``events`` N that are complete: arrays may be
 longer after a kill, and what lies behind is not read.
@@ -58,8 +58,8 @@ from .scheduler.replay import Leases
 from .scheduler.replay_timed import Guessed
 from .session_manifest import need_zarr
 
-FORMAT, VERSION = "k3offload trace", 3
-READ: Final = (2, VERSION)  #: in 2 a sweep was counted before its last layer's events
+FORMAT, VERSION = "k3offload trace", 4
+READ: Final = (2, 3, VERSION)  #: 2 counted a sweep before its last layer's events; see LoggedTier
 #: bytes of all chunks of the same rows, at most, about: to write a small one takes as long
 CHUNKS: Final = 4 << 20
 EVENTS: Final = 1 << 17  #: of a chunk

@@ -127,7 +127,7 @@ class Recorder:
     def on_ahead(
         self, layer: int, next_layer: int, scores: Array | None, latent: Array | None = None
     ) -> None:
-        """At the end of ``layer`` of a decode sweep: the ``scores`` [rows, E] that the router of
+        """In ``layer`` of a decode sweep: the ``scores`` [rows, E] that the router of
         ``next_layer`` gives now, and the ``latent`` [rows, Z] of ``layer``, if they are known."""
         sweep = self._now
         if sweep is None:

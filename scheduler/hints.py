@@ -34,10 +34,12 @@ DOUBT = 2.0  #: misses that everything begins with, so that two lucky hits prove
 
 @dataclass(frozen=True)
 class Hints:
-    """What is known at the end of layer ``layer`` (dense or MoE) of a decode sweep.
+    """What is known in layer ``layer`` of a decode sweep, at the end of a dense one, in a MoE layer
+    before its routed experts have run.
 
     ``next_layer``: the next MoE layer, None after the last.  ``next_scores``: codes that its
-    router, on its own mix and norm of the stream as it stands, gives for each decode row.
+    router, on its own mix and norm of the stream as it stands (with ``layer``'s shared experts),
+    gives for each decode row.
     ``latent`` [rows, Z]: what the experts of ``layer`` were given.  ``absent``: whether a page is
     neither in RAM nor being read; only of such pages is a guess worth anything.
     """
@@ -58,7 +60,7 @@ class Predictor(Protocol):
     asks_latent: bool  #: whether it wants ``latent``
 
     def guess(self, layer: int, hints: Hints) -> list[Guess]:
-        """Distinct pages of layers after ``layer``, the most likely first; called at its end."""
+        """Distinct pages of layers after ``layer``, the most likely first; called in it."""
         ...
 
     def learn(self, layer: int, experts: npt.NDArray[np.integer[Any]]) -> None:

@@ -12,7 +12,7 @@ from enum import IntEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, K3Error, ReadError, UsageError
+from ..errors import CheckpointError, K3Error, ReadError, SlotsExhausted, UsageError
 from ..tiers.base import CachePolicy, PageId, Priority
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ class Event(IntEnum):
     guess that began one; and that it had to leave.  ``ENDED`` and ``FAILED`` (also: cancelled) end
     its read.  The others are calls of the store as they begin, so that what ended before a call
     is known from what ended after it.  ``TAKEN``: a step hands out its pages.  ``ASKED``: the
-    predictor is about to be, at the end of a layer (that of the page) about the next (its expert).
+    predictor is about to be, in a layer (that of the page) about the next (its expert).
+    ``LEFT``: a lease ends, ``NOTE``: the policy hears of the router, after which a guess that goes
+    on as another read ends may push out another page.
     """
 
     HIT = 0
@@ -51,6 +53,8 @@ class Event(IntEnum):
     DROP = 10
     ASKED = 11
     TAKEN = 12
+    LEFT = 13
+    NOTE = 14
 
 
 Watch = Callable[[Event, PageId, int], None]  #: event, page, its bytes where they say something
@@ -184,3 +188,14 @@ class Leased:
         if not self._ended:
             self._ended = True
             self._store.end(self._lease)
+
+
+def refuse_deadlock(lease: Lease, leases: Iterable[Lease], slots: int) -> None:
+    """Nobody else can free a slot if the calling thread holds them all."""
+    mine = {p for other in leases if other.thread == lease.thread for p in other.pinned()}
+    if len(mine) >= slots:
+        raise SlotsExhausted(
+            f"All {slots} expert slots are leased by the caller that asks for "
+            f"{len(lease.wanted)} more.",
+            f"End the outer lease first, or give {len(mine) + len(lease.wanted)} slots.",
+        )

@@ -1,7 +1,8 @@
 """router: what the next layer's own router would choose on the stream as it stands now.
 
-The stream lacks the next layer's attention only, and the first ranks are mostly right (on K3
-others report 92 % at rank 1 and 28 % at rank 16); beside full-attention layers it can fail.
+The stream lacks this layer's routed experts and the next layer's attention, and the first ranks are
+mostly right (on K3 others report 92 % at rank 1, 28 % at rank 16, with those experts);
+beside full-attention layers it can fail.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from .store import MOST
 
 Experts = npt.NDArray[np.integer[Any]]
 Scores = npt.NDArray[np.uint8]
+At = tuple[int, int, int]  #: rows, from and to, and the number of a layer among those with experts
 Row = tuple[Experts, Scores]  #: best experts of a row, and their scores
 BLOCK = 256  #: rows that are turned into pages at a time
 
@@ -38,7 +39,7 @@ class Step(NamedTuple):
     pages: Sequence[PageId]
     rows: Sequence[Row] = ()
     order: Callable[[PageId], int] | None = None
-    at: tuple[int, int, int] = (0, 0, 0)  #: its rows, from and to, and the number of its layer
+    at: At = (0, 0, 0)
 
 
 class Leases:

@@ -7,6 +7,7 @@ pages, bytes and seconds, no policy.
 from __future__ import annotations
 
 import heapq
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +17,23 @@ import numpy as np
 
 from ..errors import UsageError
 from ..tiers.base import Cancelled, PageId, Priority, Ticket
-from ..tiers.tier_disk import PIECE, READERS
+from ..tiers.tier_disk import BESIDE_GUESSES, PIECE, READERS
 from .lease import NO_PAGE, Event
 from .replay import Cache
+from .store import ExpertStore
 
 ENDS = (Event.ENDED, Event.FAILED)
 
 
 class Link(NamedTuple):
     """How a tier moves bytes: ``rate`` bytes a second in all, the first after ``latency`` seconds,
-    pieces of ``piece`` bytes or less, ``depth`` of them at once."""
+    pieces of ``piece`` bytes or less, ``depth`` of them at once, ``guesses`` with one of them."""
 
     rate: float
     latency: float = 0.0
     depth: int = READERS
     piece: int = PIECE
+    guesses: int = BESIDE_GUESSES // PIECE
 
 
 class Stepped(Protocol):
@@ -159,6 +162,8 @@ class ModelTier(_Tier):
             if not read.left:
                 heapq.heappop(self._queue)
                 continue
+            if read.priority is Priority.PREFETCH and self._under_way >= self._link.guesses:
+                return
             done = read.parts - read.left
             read.left -= 1
             size = self._size * (done + 1) // read.parts - self._size * done // read.parts
@@ -191,6 +196,7 @@ class LoggedTier(_Tier):
         self._log, self._at = log, 0
         self._reads: dict[PageId, deque[_Read]] = {}
         self._ends: dict[PageId, deque[int]] = {}  # of each page: events that end its reads
+        self._silent = {Event.LEFT, Event.NOTE} - {kind for kind, *_ in log}
         for kind, layer, expert, _ in log:
             if kind in ENDS:
                 self._ends.setdefault(PageId(layer, expert), deque()).append(kind)
@@ -201,6 +207,13 @@ class LoggedTier(_Tier):
         if self._at < len(self._log) and self.next()[:2] == (Event.ENDED, page):
             self._deliver()  # it had come before anybody could wait for it
         return read
+
+    def follow(self, store: ExpertStore) -> None:
+        """Check what ``store`` does.  Before version 4 of traces no lease's end was told, and all
+        guesses took slots at once."""
+        store.watch = self.watch
+        if Event.LEFT in self._silent:
+            store.guess_bytes = sys.maxsize
 
     def hurry(self, read: _Read) -> None:
         """The log knows how soon it came."""
@@ -233,6 +246,11 @@ class LoggedTier(_Tier):
             raise _diverged(self._at, "waits")
         self.settle()
 
+    def asks(self) -> bool:
+        """Whether the predictor is asked next."""
+        self.settle()
+        return self._at < len(self._log) and self._log[self._at][0] == Event.ASKED
+
     def guesses(self) -> list[PageId] | None:
         """The pages that the call of ``prefetch`` which comes next began to read; None if another
         call comes next."""
@@ -249,8 +267,8 @@ class LoggedTier(_Tier):
 
     def watch(self, event: Event, page: PageId, size: int) -> None:
         """What the store does in replay."""
-        if event in ENDS:
-            return  # told of by ``_deliver``
+        if event in ENDS or event in self._silent:
+            return  # told of by ``_deliver``, or not at all
         if page == NO_PAGE or event is Event.ASKED:
             self.settle()
         if self.next()[:2] != (event, page):

@@ -18,8 +18,7 @@ import numpy as np
 from ..tiers.base import CachePolicy
 from .counts import Counts
 from .hints import Predictor, spread
-from .lease import Event
-from .replay import Leases, Step, check
+from .replay import At, Leases, check
 from .replay_real import RealTier
 from .replay_tiers import LoggedTier, ModelTier, Sleep
 from .schedule import Schedule
@@ -65,27 +64,30 @@ def replay_timed(
     store = ExpertStore(tier, memory, policy, change=change)
     log = tier if isinstance(tier, LoggedTier) else None
     if log is not None:
-        store.watch = log.watch
+        log.follow(store)
     clock = (lambda: 0.0) if isinstance(tier, LoggedTier) else (lambda: tier.now)
     schedule = Schedule(store, predictor, run.top_k, clock)
     sweep, guesses = -1, False
     for step in run.steps():
-        begin, end, place = step.at
+        begin, end, place = at = step.at
         decodes = run.decodes(begin, end)
         if decodes and begin != sweep:
             if guesses:
                 schedule.end()
             sweep, guesses = begin, schedule.begin(end - begin, run.experts)
+        looks = log is None and decodes and guesses
         if log is not None:
-            _as_logged(store, schedule, log, run, step, guessed)
-        elif decodes and guesses and step.layer > 0 and schedule.asks():
-            _ask(schedule, run, step, guessed)
-            schedule.answered()
+            _as_logged(store, schedule, log, run, at, guessed)
+        elif looks and place == 0 and step.layer > 0:  # above it a layer without experts
+            _look(schedule, run, at, guessed, None)
         tier.pass_time(pace.layer)
         if decodes:
             schedule.heard(step.layer, run.chosen(begin, end, place), run.told(begin, end, place))
         with store.lease(step.pages) as arrivals:
             store.drop_prefetches(step.layer)
+            asked = looks if log is None else log.asks()
+            if asked and step.layer + 1 in run.layers[place + 1 : place + 2]:
+                _look(schedule, run, (begin, end, place + 1), guessed, log)
             left = len(step.pages)
             for batch in arrivals:
                 tier.pass_time(pace.page * len(batch))
@@ -106,16 +108,28 @@ def replay_timed(
     return counts
 
 
-def _ask(schedule: Schedule, run: Leases, step: Step, guessed: Guessed) -> None:
-    """At the end of the layer above, about the rows of ``step``."""
-    begin, end, place = step.at
+def _look(
+    schedule: Schedule, run: Leases, at: At, guessed: Guessed, log: LoggedTier | None
+) -> None:
+    """``_ask`` if that may pay; in a log it is known that it was asked."""
+    if log is not None:
+        _ask(schedule, run, at, guessed)
+    elif schedule.asks():
+        _ask(schedule, run, at, guessed)
+        schedule.answered()
+
+
+def _ask(schedule: Schedule, run: Leases, at: At, guessed: Guessed) -> None:
+    """In the layer above, about the rows and the layer ``at`` (as in ``Step``)."""
+    begin, end, place = at
     codes = latent = None
     if guessed.codes is not None and guessed.codes[begin:end, place].any():
         own = slice(begin, end), place
         codes = spread(guessed.best[own], guessed.codes[own], run.experts)
     if guessed.latent is not None and place > 0:
         latent = guessed.latent[begin:end, place - 1].astype(np.float32)
-    schedule.guess(step.layer - 1, step.layer, codes, latent)
+    layer = run.layers[place]
+    schedule.guess(layer - 1, layer, codes, latent)
 
 
 def _as_logged(
@@ -123,13 +137,12 @@ def _as_logged(
     schedule: Schedule,
     log: LoggedTier,
     run: Leases,
-    step: Step,
+    at: At,
     guessed: Guessed,
 ) -> None:
-    """Ask where the run asked, and read on where it did."""
-    log.settle()
-    if log.next()[0] == Event.ASKED:
-        _ask(schedule, run, step, guessed)
+    """Ask before a lease where the run asked, and read on where it did."""
+    if log.asks():
+        _ask(schedule, run, at, guessed)
     else:
         pages = log.guesses()
         if pages is not None:

@@ -93,8 +93,8 @@ class Schedule:
     def ahead(
         self, layer: int, next_layer: int, scores: Floats | None, latent: Floats | None
     ) -> None:
-        """``layer`` has ended; ``next_layer`` would choose by ``scores`` [rows, E] now, and the
-        experts of ``layer`` were given ``latent`` [rows, Z]."""
+        """In ``layer``: ``next_layer`` would choose by ``scores`` [rows, E] now, and the routed
+        experts of ``layer`` are given ``latent`` [rows, Z]."""
         codes = None
         if self.asks_router and scores is not None:  # no more than a trace keeps
             best = self._code(scores, self._top_k, None)

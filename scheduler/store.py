@@ -19,20 +19,18 @@ from typing import Any
 
 from ..errors import SlotsExhausted
 from ..tiers.base import CachePolicy, Cancelled, PageId, Priority, Ticket, Tier
+from ..tiers.tier_disk import BESIDE_GUESSES
 from .counts import Counts
 from .hints import Codes, Experts
-from .lease import NO_PAGE, Batch, Event, Lease, Leased, Lost, Watch, victim
+from .lease import NO_PAGE, Batch, Event, Lease, Leased, Lost, Watch, refuse_deadlock, victim
 
 MOST = 16  #: pages that a lease hands out at once
 PREFETCH_ROOM = 64  #: prefetched pages waiting to be asked for, if the slots allow that many
 
 
 class ExpertStore:
-    """``slots`` buffers over ``tier``.  Thread-safe.
-
-    ``prefetch_room``: prefetched pages that may wait; else a quarter of the slots, 64 at most.
-    ``change``: how it sleeps, for a tier in simulated time.
-    """
+    """``slots`` buffers over ``tier``; thread-safe.  ``prefetch_room``: prefetched pages that may
+    wait, else a quarter of the slots, 64 at most.  ``change``: how it sleeps, in simulated time."""
 
     def __init__(
         self,
@@ -47,6 +45,7 @@ class ExpertStore:
         self.name, self.counts = "ram", Counts()
         quarter = min(len(slots) // 4, PREFETCH_ROOM)
         self.prefetch_room = quarter if prefetch_room is None else prefetch_room
+        self.guess_bytes = BESIDE_GUESSES  #: of guesses under way, but for a single page
         self._tier, self._slots, self._policy = tier, slots, policy
         #: whether the policy makes anything of ``note``
         self.hears_router: bool = getattr(policy, "hears_router", False)
@@ -60,6 +59,7 @@ class ExpertStore:
         self._pins: dict[PageId, int] = {}
         self._unused: set[PageId] = set()  # prefetched, here or loading, not yet asked for
         self._guarded: dict[PageId, None] = {}  # those of them that may still be; oldest first
+        self._guesses: deque[PageId] = deque()  # the most wanted first; none has begun
         self._idle: set[PageId] = set()  # resident, without pin or guard: what can be evicted
         self._ending = 0  # slots of cancelled reads whose last pieces are still under way
         self._leases: set[Lease] = set()
@@ -93,6 +93,7 @@ class ExpertStore:
     def note(self, layer: int, experts: Experts, scores: Codes) -> None:
         """Pass on to the policy what the router said about one row."""
         with self._change:
+            self.watch(Event.NOTE, NO_PAGE, 0)
             self._policy.note(layer, experts, scores)
 
     # ---- leases ----
@@ -120,8 +121,8 @@ class ExpertStore:
     def begin(self, lease: Lease) -> None:
         """Called by ``Leased``: it is entered."""
         with self._change:
-            self._leases.add(lease)
             self.watch(Event.LEASE, NO_PAGE, 0)
+            self._leases.add(lease)
             self._take_present(lease)
             self._start_reads(lease)
 
@@ -143,6 +144,7 @@ class ExpertStore:
         """Called by ``Leased``: let go of everything.  What nobody else waits for and has not begun
         is not read."""
         with self._change:
+            self.watch(Event.LEFT, NO_PAGE, 0)
             self._leases.discard(lease)
             self._release_held(lease)
             self._unpin(lease.ready)
@@ -161,7 +163,7 @@ class ExpertStore:
             if (pages := lease.next(most, len(self._slots))) is not None:
                 return pages
             if not lease.coming:
-                self._refuse_deadlock(lease)
+                refuse_deadlock(lease, self._leases, len(self._slots))
             begin = time.perf_counter()
             self._change.wait()
             self.counts.wait_seconds += time.perf_counter() - begin
@@ -213,16 +215,6 @@ class ExpertStore:
             self._waiting.setdefault(page, []).append(lease)
             self._begin(page, slot, lease.priority)
 
-    def _refuse_deadlock(self, lease: Lease) -> None:
-        """Nobody else can free a slot if the calling thread holds them all."""
-        mine = {p for other in self._leases if other.thread == lease.thread for p in other.pinned()}
-        if len(mine) >= len(self._slots):
-            raise SlotsExhausted(
-                f"All {len(self._slots)} expert slots are leased by the caller that asks for "
-                f"{len(lease.wanted)} more.",
-                f"End the outer lease first, or give {len(mine) + len(lease.wanted)} slots.",
-            )
-
     def _release_held(self, lease: Lease) -> None:
         if self._given_back is not None:
             self._given_back([self._slots[self._slot[page]] for page in lease.held])
@@ -235,32 +227,43 @@ class ExpertStore:
         """Start reading absent ``pages``, the most wanted first, behind all other reads.
 
         Stops where slots that nobody uses, or the room for them, end: twice as much if they are
-        ``sure``.  Returns how many reads were started.  One that fails is read by a later lease.
+        ``sure``.  Others take a slot only as those before them arrive, ``guess_bytes`` at a time
+        (or a page): more would wait for the drive, and nothing need leave for that.
+        Returns how many reads were started.  One that fails is read by a later lease.
         """
-        started, room = 0, self.prefetch_room * (2 if sure else 1)
         with self._change:
             self.watch(Event.GUESS, NO_PAGE, 0)
-            if any(lease.wanted for lease in self._leases):
-                return 0  # pages that someone waits for have no slot yet
-            for page in pages:
-                if page in self._slot:
-                    continue
-                if len(self._guarded) >= room or not (self._free or self._idle):
+            before, self._guesses = self.counts.prefetches, deque(pages)
+            self._guess(sure)
+            self._guesses = deque() if sure else self._guesses
+            return self.counts.prefetches - before
+
+    def _guess(self, sure: bool = False) -> None:
+        """Begin the guesses that may, while nobody waits for a slot."""
+        room, size = self.prefetch_room * (2 if sure else 1), self._tier.size
+        while self._guesses and not any(lease.wanted for lease in self._leases):
+            page = self._guesses[0]
+            if page not in self._slot:
+                ahead = sum(size(p) for p in self._guarded if p in self._loading)
+                if not sure and ahead and ahead + size(page) > self.guess_bytes:
                     break
+                if len(self._guarded) >= room or not (self._free or self._idle):
+                    return self._guesses.clear()
                 slot = self._free.pop() if self._free else self._evict(self._idle)
                 self._admit(page, slot)
                 self._unused.add(page)
                 self._guarded[page] = None
                 self.counts.prefetches += 1
                 self._begin(page, slot, Priority.PREFETCH)
-                started += 1
-        return started
+            if self._guesses and self._guesses[0] == page:  # or it went on when that read ended
+                self._guesses.popleft()
 
     def drop_prefetches(self, layer: int) -> None:
         """The requests of ``layer`` are known: what else was prefetched for it is cancelled if it
         has not been read, and otherwise an ordinary page from now on."""
         with self._change:
             self.watch(Event.DROP, NO_PAGE, 0)
+            self._guesses = deque(p for p in self._guesses if p.layer != layer)
             for page in [p for p in self._guarded if p.layer == layer]:
                 self._unguard(page)
 
@@ -331,6 +334,11 @@ class ExpertStore:
                 for lease in self._waiting.pop(page, ()):
                     lease.fail(page, ticket.error)
                 self._forget(page)
+            try:
+                self._guess()
+            except Exception as error:  # of the policy, on a thread that nobody hears of
+                for lease in self._leases:
+                    lease.error = lease.error or error
             self._change.notify_all()
 
     def _cancel(self, page: PageId) -> None:
@@ -351,12 +359,9 @@ class ExpertStore:
     # ---- slots and pins ----
 
     def _slot_for_demand(self) -> int | None:
-        if self._free:
-            return self._free.pop()
-        if self._idle:
-            return self._evict(self._idle)
-        here = {page for page in self._guarded if page not in self._loading}
-        if here:
+        if self._free or self._idle:
+            return self._free.pop() if self._free else self._evict(self._idle)
+        if here := {page for page in self._guarded if page not in self._loading}:
             return self._evict(here)
         for page in reversed(list(self._guarded)):
             if self._free or self._ending:

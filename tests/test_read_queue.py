@@ -23,8 +23,10 @@ PATIENCE = 20.0
 class Watched:
     """A queue whose pieces wait at a gate and say when they ran."""
 
-    def __init__(self, readers: int = 1, in_flight: int = 1000) -> None:
-        self.queue = ReadQueue(readers, in_flight)
+    def __init__(
+        self, readers: int = 1, in_flight: int = 1000, beside_guesses: int | None = None
+    ) -> None:
+        self.queue = ReadQueue(readers, in_flight, beside_guesses)
         self.ran: list[str] = []
         self.gate = threading.Event()
         self.lock = threading.Lock()
@@ -170,6 +172,39 @@ def test_r62_bytes_in_flight_are_bounded(bound: int, at_once: int) -> None:
     watched.gate.set()
     ticket.wait()
     assert (watched.most, watched.most_bytes) == (at_once, 10 * at_once)
+    watched.queue.close()
+
+
+def test_a_guess_begins_only_beside_little_and_what_it_becomes_at_once() -> None:
+    watched = Watched(readers=8, in_flight=60, beside_guesses=30)
+    asked = watched.submit("abcd", DEMAND, size=10)
+    watched.begun(4)
+    guess = watched.submit("pq", PREFETCH, size=10)
+    vain = watched.submit("r", PREFETCH, size=10)
+    more = watched.submit("e", DEMAND, size=10)
+    watched.begun(5)
+    time.sleep(0.02)
+    assert sorted(watched.ran) == list("abcde"), "guesses wait, what is asked for does not"
+    guess.raise_to(DEMAND)
+    watched.begun(6)
+    time.sleep(0.02)
+    assert sorted(watched.ran) == list("abcdep"), "wanted now, up to the bound of all"
+    watched.gate.set()
+    for ticket in (asked, more, guess, vain):
+        ticket.wait()
+    assert watched.most_bytes == 60 and watched.ran[-1] == "r"
+    watched.queue.close()
+
+
+@pytest.mark.parametrize(("beside", "at_once"), [(30, 3), (5, 1), (None, 6)])
+def test_guesses_alone_keep_to_their_bound(beside: int | None, at_once: int) -> None:
+    watched = Watched(readers=8, in_flight=60, beside_guesses=beside)
+    ticket = watched.submit("abcdefghij", PREFETCH, size=10)
+    watched.begun(at_once)
+    time.sleep(0.02)
+    watched.gate.set()
+    ticket.wait()
+    assert watched.most == at_once
     watched.queue.close()
 
 

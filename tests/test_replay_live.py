@@ -81,25 +81,31 @@ def test_without_predictor_replay_is_the_engine(name: str, slots: int, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("name", "predict", "slots", "near"),
-    [("lru", "router", 84, 0), ("reuse", "combined", 120, 0.02), ("lfru", "repeat", 40, 0)],
-)
+    ("name", "predict", "slots", "near", "at_once"),
+    [("lru", "router", 84, 0, 9999), ("reuse", "combined", 120, 0.02, 2),
+     ("lfru", "repeat", 40, 0, 1)],
+)  # fmt: skip
 def test_with_a_log_of_arrivals_replay_is_the_engine(
-    name: str, predict: str, slots: int, near: float, tmp_path: Path
+    name: str, predict: str, slots: int, near: float, at_once: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Hits, late pages, guesses and bytes; in modelled time bytes come ``near``, but for
     guesses in vain: how much of those is read before they are cancelled is the machine's."""
+    monkeypatch.setattr("k3offload.scheduler.store.BESIDE_GUESSES", at_once * PAGE)
     counts, slots, trace = live(tmp_path / "t", name, slots, predict, ("tiers", "ahead"))
     assert counts.prefetches and counts.useful
 
-    def logged(slots: int) -> Counts:
-        tier = LoggedTier(PAGE, log_of(trace.events))
+    def logged(slots: int, without: tuple[Event, ...] = ()) -> Counts:
+        log = [event for event in log_of(trace.events) if event[0] not in without]
+        tier = LoggedTier(PAGE, log)
         made = policy(name, slots), predictor(predict, trace)
         return replay_timed(trace.leases(), *made, slots, tier, guessed=trace.guessed)
 
     assert logged(slots) == counts
     with pytest.raises(UsageError, match="at event"):
         logged(slots - 1)
+    if at_once == 9999:  # as when all guesses began at once, and nobody told of these
+        monkeypatch.setattr("k3offload.scheduler.store.BESIDE_GUESSES", PAGE)
+        assert logged(slots, (Event.LEFT, Event.NOTE)) == counts
     made = policy(name, slots), predictor(predict, trace)
     tier, pace = ModelTier(PAGE, Link(1e9, 1e-4)), Pace(1e-4, 1e-5)
     model = replay_timed(trace.leases(), *made, slots, tier, guessed=trace.guessed, pace=pace)
@@ -114,7 +120,11 @@ class _OnTime(ModelTier):
 
     def __init__(self, disk: Any, link: Link) -> None:
         super().__init__(PAGE, link)
-        self._disk = disk
+        self._disk, self.cut = disk, 0
+
+    def cancel(self, read: Any) -> bool:
+        self.cut += 0 < read.left < read.parts
+        return super().cancel(read)
 
     def order(self, page: PageId) -> int:
         place: int = self._disk.order(page)
@@ -126,15 +136,17 @@ class _OnTime(ModelTier):
 
 
 @pytest.mark.parametrize(
-    ("name", "predict", "slots", "link"),
-    [("lru", "router", 84, Link(1e9, 1e-4)), ("lru", "router", 84, Link(1e7, 0, 2)),
-     ("lru", "router", 84, Link(2e6, 0, 2, PAGE // 3)), ("reuse", "router", 40, Link(1e7, 0, 2)),
-     ("lfru", "repeat", 40, Link(2e6, 0, 2, PAGE // 3))],
+    ("name", "predict", "slots", "link", "at_once"),
+    [("lru", "router", 84, Link(1e9, 1e-4), 9999), ("lru", "router", 84, Link(1e7, 0, 2), 1),
+     ("lru", "router", 84, Link(2e6, 0, 2, PAGE // 3), 9999),
+     ("reuse", "router", 40, Link(1e7, 0, 2), 2),
+     ("lfru", "repeat", 40, Link(2e6, 0, 2, PAGE // 3), 2)],
 )  # fmt: skip
 def test_an_engine_whose_disk_keeps_time_has_the_model_s_counts(
-    name: str, predict: str, slots: int, link: Link, tmp_path: Path, monkeypatch: Any
+    name: str, predict: str, slots: int, link: Link, at_once: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Guesses in vain included: all that sets a run apart from the model is when reads end."""
+    monkeypatch.setattr("k3offload.scheduler.store.BESIDE_GUESSES", at_once * PAGE)
     tiers = []
 
     def store(disk: Any, memory: Any, policy: Any) -> ExpertStore:
@@ -150,10 +162,9 @@ def test_an_engine_whose_disk_keeps_time_has_the_model_s_counts(
     model = replay_timed(trace.leases(), *made, slots, tier, guessed=trace.guessed)
     assert tier.waited == tiers[0].waited > 0
     assert replace(model, wait_seconds=0) == counts
-    if link.depth < 8:
+    if link.depth < min(8, at_once):
         assert counts.prefetch_bytes < counts.prefetches * PAGE
-    if link.piece < PAGE:
-        assert counts.prefetch_bytes % PAGE
+    assert (tiers[0].cut > 0) == (link.piece < PAGE)  # given up between two of its pieces
 
 
 def test_a_long_sweep_that_reads_on_replays_to_the_engine_s_counts(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from k3offload.errors import ReadError
+from k3offload.scheduler.policy_lru import Policy
 from k3offload.scheduler.store import ExpertStore
 from k3offload.tiers.base import PageId, Priority
 from tests.helpers_store import (
@@ -17,6 +20,21 @@ from tests.helpers_store import (
     make,
     pages,
 )
+
+
+class Recording(Policy):
+    """LRU that keeps what left, and can be broken."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.left: list[PageId] = []
+        self.broken = False
+
+    def evict(self, busy: Callable[[PageId], bool]) -> PageId:
+        if self.broken:
+            raise ZeroDivisionError
+        self.left.append(super().evict(busy))
+        return self.left[-1]
 
 
 def ask(store: ExpertStore, *experts: int, layer: int = 1) -> None:
@@ -92,8 +110,62 @@ def test_no_guess_while_someone_waits_for_a_slot() -> None:
         assert store.prefetch(pages(0, layer=1)) == 0
         for _ in walk:
             pass
-    assert store.prefetch(pages(0, layer=1)) == 1
+    assert not store.absent(PageId(1, 0)), "then it begins by itself"
+    assert store.prefetch(pages(0, layer=1)) == 0
     check_counts(store, tier)
+
+
+def test_guesses_take_slots_as_those_before_them_arrive() -> None:
+    policy = Recording()
+    store, tier = make(8, policy=policy, room=8)
+    ask(store, *range(8), layer=0)
+    store.guess_bytes = 2 * SIZE
+    assert store.prefetch(pages(5, 4, 3, 2, 1, layer=1)) == 2
+    assert tier.waiting() == pages(5, 4, layer=1) and policy.left == pages(0, 1)
+    tier.begin(0)()
+    assert tier.waiting() == pages(4, 3, layer=1) and policy.left == pages(0, 1, 2)
+    with store.lease(pages(7, layer=0)) as walk:
+        list(walk)
+    store.drop_prefetches(0)
+    assert tier.waiting() == pages(4, 3, layer=1), "another layer's guesses go on"
+    store.drop_prefetches(1)
+    tier.settle()
+    assert not tier.waiting() and policy.left == pages(0, 1, 2), "what none was read for stays"
+    c = store.counts
+    assert (c.prefetches, c.prefetch_bytes, c.wasted) == (3, SIZE, 2)
+    store.guess_bytes = 1
+    assert store.prefetch(pages(8, 9, layer=1)) == 1, "at least a page"
+    assert store.prefetch(pages(8, 9, layer=1), sure=True) == 1, "what is sure waits for nothing"
+    tier.settle()
+    assert store.has(PageId(1, 8)) and store.has(PageId(1, 9))
+    check_counts(store, tier)
+    check_state(store)
+
+
+def test_new_guesses_take_the_place_of_those_that_wait() -> None:
+    store, tier = make(8, room=8)
+    store.guess_bytes = SIZE
+    store.prefetch(pages(1, 2, layer=1))
+    store.prefetch(pages(3, 4, layer=2))
+    tier.settle()
+    assert [store.has(p) for p in pages(1, 2, layer=1) + pages(3, 4, layer=2)] == [1, 0, 1, 1]
+
+
+def test_a_policy_that_fails_when_a_guess_goes_on_fails_the_lease_that_waits() -> None:
+    policy = Recording()
+    store, tier = make(4, policy=policy, room=4)
+    ask(store, *range(4), layer=0)
+    store.guess_bytes = SIZE
+    with store.lease(pages(0, layer=2)) as walk:
+        store.prefetch(pages(1, 2, layer=1))
+        policy.broken = True
+        tier.settle()
+        with pytest.raises(ZeroDivisionError):
+            next(iter(walk))
+    policy.broken = False
+    tier.settle()
+    ask(store, *range(4), layer=3)
+    check_state(store)
 
 
 def test_a_demand_takes_ordinary_pages_before_guesses() -> None:

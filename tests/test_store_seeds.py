@@ -16,6 +16,7 @@ from k3offload.scheduler.policy_lru import Policy
 from k3offload.scheduler.store import ExpertStore
 from k3offload.tiers.base import Buffer, Cancelled, PageId
 from tests.helpers_store import (
+    SIZE,
     RandomPolicy,
     check,
     check_counts,
@@ -37,6 +38,7 @@ class _History:
         policy = RandomPolicy(seed) if seed % 3 else Policy(slots)
         room, parts = rng.choice([None, 1, slots]), rng.choice([1, 2, 3])
         self.store, self.tier = make(slots, seed, policy, kind, room, parts)
+        self.store.guess_bytes = rng.choice([SIZE, 2 * SIZE, 100 * SIZE])
         self.broken: set[PageId] = set()
 
     def run(self, leases: int) -> None:
@@ -205,7 +207,7 @@ class CountsCancelledWhole(ExpertStore):
 
 
 #: How a wrong store gives itself away: a check, or its own accounts going wrong.
-SEEN = (AssertionError, KeyError, IndexError, RuntimeError, ValueError, Cancelled)
+SEEN = (AssertionError, LookupError, RuntimeError, ValueError, StopIteration, Cancelled)
 PLANTED = [
     IgnoresPins,
     EvictsWhatLoads,

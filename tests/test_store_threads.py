@@ -57,7 +57,9 @@ def run_threads(tasks: list[Callable[[], None]]) -> None:
 def threaded(slots: int, seed: int, movers: int = 2) -> tuple[ExpertStore, Tier]:
     tier = Tier(SIZE, seed, movers, parts=1 + seed % 2)
     buffers = [np.full(SIZE + 8, 0xA5, np.uint8) for _ in range(slots)]
-    return ExpertStore(tier, buffers, RandomPolicy(seed), prefetch_room=slots // 2), tier
+    store = ExpertStore(tier, buffers, RandomPolicy(seed), prefetch_room=slots // 2)
+    store.guess_bytes = [SIZE, 2 * SIZE, 100 * SIZE][seed % 3]
+    return store, tier
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

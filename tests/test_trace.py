@@ -218,8 +218,8 @@ def test_refusals(tmp_path: Path) -> None:
     chunk.write_bytes(good)
     assert len(read_trace(tmp_path / "t").best) == 5
     about = tmp_path / "t" / "zarr.json"
-    about.write_text(about.read_text().replace('"version": 3', '"version": 4'))
-    with pytest.raises(UsageError, match="k3offload trace' 4"):
+    about.write_text(about.read_text().replace('"version": 4', '"version": 5'))
+    with pytest.raises(UsageError, match="k3offload trace' 5"):
         read_trace(tmp_path / "t")
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", tmp_path / "nothing", about):

@@ -76,10 +76,13 @@ class _Drive:
 
 class ReadQueue:
     """``readers`` threads a drive, which together have at most ``in_flight`` bytes under way there
-    (or one piece, should a single one be larger)."""
+    (or one piece, should a single one be larger).  A guess begins only while no more than
+    ``beside_guesses`` are, its own among them: what is asked for shares the drive with little, and
+    a guess in vain is given up before much of it was read."""
 
-    def __init__(self, readers: int, in_flight: int) -> None:
+    def __init__(self, readers: int, in_flight: int, beside_guesses: int | None = None) -> None:
         self._readers, self._bound = readers, in_flight
+        self._beside_guesses = in_flight if beside_guesses is None else beside_guesses
         self._lock = threading.Lock()
         self._drives: dict[Hashable, _Drive] = {}
         self._requests = 0
@@ -131,6 +134,7 @@ class ReadQueue:
                 assert entry.priority is not None
                 if priority < entry.priority:
                     entry.queue(priority)
+                    entry.drive.change.notify()  # the bound of guesses holds it back no more
 
     def close(self) -> None:
         """Give up what waits, let what runs end, and stop the threads."""
@@ -195,7 +199,8 @@ class ReadQueue:
                 heappop(heap)
                 continue
             size = entry.piece.size
-            if drive.in_flight and drive.in_flight + size > self._bound:
+            bound = self._beside_guesses if priority is Priority.PREFETCH else self._bound
+            if drive.in_flight and drive.in_flight + size > bound:
                 return None
             heappop(heap)
             entry.request.waiting.remove(entry)

@@ -32,6 +32,7 @@ STAGING = HUGE - READ_ALIGN  #: bytes read through a staging buffer, one huge pa
 PIECE = 9 << 20  #: most bytes of a page that are read at once
 READERS = 8  #: reads in flight on each drive (files of one ``st_dev``)
 IN_FLIGHT = READERS * PIECE  #: most bytes in flight on each drive; fewer were slower (see LOG.md)
+BESIDE_GUESSES = 3 * PIECE  #: most bytes in flight with guesses among them; a drive is busy with it
 DIRECT_PART = 64 << 10  #: a shorter part of a scattered read is not worth a read of its own
 MAX_OPEN = 64  #: file handles kept open
 RETRIES = 3
@@ -71,7 +72,8 @@ class DiskTier:
     """Reads of model files.  ``locate(page)`` gives a page's extents.
 
     Each drive has ``readers`` threads of its own, with ``in_flight`` bytes under way at most (at
-    least one piece).  Pages are cut into equal pieces of ``piece`` bytes or less.
+    least one piece), ``beside_guesses`` if guesses are among them.  Pages are cut into equal pieces
+    of ``piece`` bytes or less.
     """
 
     name = "disk"
@@ -84,6 +86,7 @@ class DiskTier:
         readers: int = READERS,
         in_flight: int = IN_FLIGHT,
         piece: int = PIECE,
+        beside_guesses: int = BESIDE_GUESSES,
     ) -> None:
         assert piece % READ_ALIGN == 0
         self._files = {number: os.fspath(f) for number, f in enumerate(files)}
@@ -91,7 +94,7 @@ class DiskTier:
         self._locate = locate
         self._warn = warn
         self._piece = piece
-        self._queue = ReadQueue(readers, in_flight)
+        self._queue = ReadQueue(readers, in_flight, beside_guesses)
         self._drives: dict[int, int] = {}  # file -> its drive
         self._local = threading.local()
         self._handles: OrderedDict[int, list[int]] = OrderedDict()  # file -> [fd, users, direct]
