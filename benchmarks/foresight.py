@@ -148,6 +148,7 @@ def measure(engine: Engine, tokens: list[int], named: str) -> dict[str, dict[str
     """Sums of each way, and the line rate."""
     turns, rng = Turns(engine), np.random.default_rng(0)
     ways, sums, lines = ["none", named, "perfect"], dict[str, Counter[str]](), []
+    turns.use(named)  # it learns from all steps
     with engine.session() as session:
         session.append(tokens[:CONTEXT])
         session.logits()

@@ -14,8 +14,8 @@ Pure arithmetic, no torch, no files.  What is assumed, and stated wherever a fig
   there the layer computes shared experts, latent projections and the experts that it has: a layer
   takes the time before its router has spoken, and then the longer of computing and of reads with
   what is computed when the last ones have come (``forecast_sizes.longer``).  What the disk has
-  left goes to the trunk of the next streamed layer.  Prefetched experts (``covered``) are taken
-  off what a layer waits for; they are read all the same.
+  left goes to the trunk of the next streamed layer.  Of a single decode row some are guessed
+  before the router has spoken (``guesses``), and read while the disk would have nothing to do.
 * **Row-wise work** (norms, mixes, sums) counts the numbers it reads; attention and the KDA
   recurrence (with its convolutions and gates) count multiply-adds, decode rows also the state that
   they read.
@@ -59,7 +59,7 @@ class Setup:
     trunk: str = "bfloat16"
     packed: bool = False
     hit_rate: float | None = None  #: of decode requests by experts in RAM; None: uniform routing
-    covered: float = 0.0  #: part of the missing experts that prefetching brings in time
+    guesses: bool = True  #: whether experts are read ahead on guesses
     latent_dtype: str | None = None  #: None: as ``dtype``
 
 
@@ -251,9 +251,9 @@ class _Sweep:
                 experts = expert_seconds if self.spec.layers[i].ffn == "moe" else 0.0
                 scratch = work.scratch / disk
                 before = max(work.before.seconds, scratch)
-                waited = experts * (1 - self.setup.covered)
                 chance = self.wanted if self.decode and self.n == 1 else None
-                after = longer(work.after.seconds, waited, work.one, self.missed, chance)
+                idle = before - scratch if self.setup.guesses and not streamed else None
+                after = longer(work.after.seconds, experts, work.one, self.missed, chance, idle)
                 if streamed:
                     read_ahead(before - scratch + max(0.0, after - experts), room)
                 now += before + after

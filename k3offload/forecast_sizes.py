@@ -9,6 +9,8 @@ from .precision import quantised, stored_bytes
 from .spec import ModelSpec, TensorSpec
 
 TOGETHER = 4  #: pages that are under way at once, as the disk tier reads them
+GUESSED = 0.7  #: of what is read on guesses, wanted: 0.8 to 0.9 where measured (see LOG.md)
+MOST_GUESSED = 0.5  #: of a layer's misses: lower ranks are not sure enough to be read
 
 
 def distinct(experts: int, top_k: int, rows: float) -> float:
@@ -60,23 +62,31 @@ def attended_pairs(position: int, rows: int) -> int:
 
 
 def longer(
-    computing: float, reading: float, one: float, missed: float, wanted: float | None
+    computing: float,
+    reading: float,
+    one: float,
+    missed: float,
+    wanted: float | None,
+    before: float | None = None,
 ) -> float:
     """Seconds until a layer's experts are read, in ``reading`` seconds, and computed.
 
     Of the ``missed`` pages the last few, ``TOGETHER``, arrive at once and take ``one`` second each
     to compute.  ``wanted``: of so many pages each is missed by chance, so that the mean over all
-    numbers of misses counts (binomial); None where many rows even that out.
+    numbers of misses counts (binomial); None where many rows even that out.  On guesses the disk
+    reads from when the layer above has its pages: while it computes those, and ``before`` seconds.
+    None: there are no guesses.
     """
     if not reading or not missed:
         return computing
     if wanted is None:
         return max(computing, reading + min(missed, TOGETHER) * one)
     pages, miss, each = round(wanted), missed / wanted, reading / missed
+    early = 0.0 if before is None else GUESSED * (before + min(missed, TOGETHER) * one)
     return sum(
         math.comb(pages, k)
         * miss**k
         * (1 - miss) ** (pages - k)
-        * max(computing, k * each + min(k, TOGETHER) * one)
+        * max(computing, k * each - min(early, MOST_GUESSED * k * each) + min(k, TOGETHER) * one)
         for k in range(pages + 1)
     )

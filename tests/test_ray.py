@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,6 +71,8 @@ class Run:
             [sys.executable, "-m", "k3offload", "batch", *map(str, arguments)], cwd=ROOT,
             env={**ENVIRONMENT, **settings}, encoding="utf-8",
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            # these tests may have been begun with SIGINT ignored, as in the background
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
         self.said: list[str] = []
         self._listens = threading.Thread(target=self._listen)
